@@ -187,7 +187,7 @@ class Receiver:
         if gate is not None and not gate.locked():
             self._awaited = None
             fresh = time.monotonic() - self._awaited_since < LONGEST_SITTING
-            if fresh and not self._in_flight:
+            if fresh and not self._in_flight and not self._network.at_hand:
                 self._threads.rest(self._next_tick)
 
     def _turn(self, until: float, spin: float) -> None:

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import zmq
 
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.codec import NONE, Codec
+from zrpc.calls.codec import NONE, Codec, error_in
 from zrpc.calls.finalizer_calls import NextTurn, call_soon
 from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
@@ -46,7 +46,6 @@ from zrpc.errors import (
     WorkerDied,
     has_shut_down,
     raised_again,
-    raised_by_function,
 )
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
@@ -56,11 +55,12 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.wire.exceptions import load_exception
-from zrpc.wire.kind import METERED, Kind, Tag
+from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.message import Message
 
 __all__ = ["Caller", "Receiver"]
+
+T = TypeVar("T")
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _QUEUED, _SENDING = State.QUEUED, State.SENDING
@@ -185,14 +185,7 @@ class Caller:
             go = partial(self.call_async, to, kind, obj, timeout, extension=extension)
             return call_soon(partial(go, holds=holds, died=died), self._receiver, self._submit_job)
         call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
-        try:
-            future: Future[Any] = Future.of_call(call, self)
-            self._submit(call, message)
-        finally:
-            release_interrupts()
-            if call.observation is not None:
-                call.observation.end()
-        return future
+        return self._begin(call, message, partial(Future.of_call, call, self))
 
     def call_notify(
         self,
@@ -212,13 +205,27 @@ class Caller:
         after all, or the callee has read nothing of it; maybe after that.
         """
         call, message = self._pack(to, kind, obj, timeout, extension, holds)
-        try:
+
+        def follow() -> None:
             call.follower = follower
             if undo is not None:
                 call.undo = undo if call.undo is None else partial(_call_both, call.undo, undo)
-            self._submit(call, message)
+
+        self._begin(call, message, follow)
+
+    def _begin(self, call: PendingCall, message: Message, follow: Callable[[], T]) -> T:
+        """Submits a call that this thread does not wait for; returns what ``follow()`` does."""
+        try:
+            try:
+                result = follow()
+                self._submit(call, message)
+            finally:
+                release_interrupts()
+            return result
+        except BaseException:  # Ctrl-C: nobody will ask for the outcome
+            call.cancel()
+            raise
         finally:
-            release_interrupts()
             if call.observation is not None:
                 call.observation.end()
 
@@ -294,8 +301,9 @@ class Caller:
                     state = self.calls.await_room(call)
             else:
                 state = self._enter_in_loop(call, message)
-        except BaseException:  # Ctrl-C: nobody will ask for the outcome
+        except BaseException:
             call.cancel()
+            call.follower = call.holds = None  # if it is not in the table
             self._undo(call)
             raise
         if state is _SENDING:
@@ -351,9 +359,11 @@ class Caller:
             # The peer's mailbox is closed when it is lost, and all are at the end.
             if call.peer not in self._membership.lost:
                 self.calls.fail(lambda _: has_shut_down())
-        except BaseException:
+        except BaseException as error:
             self._outbox.undo(call.peer, message)
-            call.cancel()
+            self._undo(call)
+            if not isinstance(error, Exception):  # for others, the caller of this settles the call
+                call.cancel()
             raise
         call.left = True
         if observation is not None:
@@ -392,7 +402,7 @@ class Caller:
         if isinstance(outcome, Exception):
             raise raised_again(outcome)
         if outcome.kind == _ERROR:
-            raise _error_in(outcome)
+            raise error_in(outcome)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
 
     # -- what comes instead of the answer, or on the way -----------------------------------
@@ -438,13 +448,3 @@ class Caller:
 def _call_both(first: Callable[[], None], second: Callable[[], None]) -> None:
     first()
     second()
-
-
-def _error_in(answer: Message) -> Exception:
-    """Returns the error in an answer: the function's own, if the callee has read the request."""
-    error = load_exception(answer.body)
-    tags = answer.attachments or ()
-    if Tag.UNCALLED in tags and isinstance(error, RpcError):
-        error.executed = False
-        return error
-    return error if Tag.UNREAD in tags else raised_by_function(error)

@@ -10,15 +10,17 @@ from typing import Any
 import torch
 
 from zrpc.calls.message_hooks import MessageHooks, overriding
-from zrpc.errors import SerializationError
+from zrpc.errors import RpcError, SerializationError, raised_by_function
 from zrpc.membership.view import Membership
+from zrpc.wire.exceptions import load_exception
 from zrpc.wire.graph_capture import constant_of, is_tracing
+from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["NONE", "Codec"]
+__all__ = ["NONE", "Codec", "error_in"]
 
 # The body of an answer without a value, the most common one.
 NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
@@ -90,3 +92,13 @@ class Codec:
             value = decoder.unpack(partial(self.fetch, message.sender))
         message.buffers = ()  # they would keep large tensors alive as long as the message
         return value
+
+
+def error_in(answer: Message) -> Exception:
+    """Returns the error in an answer: the function's own, if the callee has read the request."""
+    error = load_exception(answer.body)
+    tags = answer.attachments or ()
+    if Tag.UNCALLED in tags and isinstance(error, RpcError):
+        error.executed = False
+        return error
+    return error if Tag.UNREAD in tags else raised_by_function(error)

@@ -117,19 +117,22 @@ class PendingCalls:
                 self.earliest = call.deadline
             lost = call.peer in self._lost
             if not lost and (call.parent is None or call.parent.adopt(call)):
-                call.state = _SENDING
                 if size < 0 or not self.limit:
+                    call.state = _SENDING
                     return _SENDING
                 window = self._windows.get((call.peer, caller))
                 if window is None:
                     window = self._windows[call.peer, caller] = Window(call.peer, caller)
                 size += OVERHEAD_BYTES
-                call.window, call.size = window, size
-                if not window.used or (window.used + size <= self.limit and not window.queue):
+                fits = window.used + size <= self.limit and not window.queue
+                if fits or not window.used:
                     window.used += size
+                    call.state = _SENDING
                 else:
-                    call.state, call.room = _QUEUED, Room()
+                    call.room = Room()
                     window.queue.append(call)
+                    call.state = _QUEUED
+                call.window, call.size = window, size
                 return call.state
         if lost:
             self.settle(call.call_id, self._callees.died(call))
@@ -287,6 +290,10 @@ class PendingCalls:
         for call in self.in_flight():
             if peer in (None, call.peer):
                 call.fail(error(call))
+        with uninterrupted, self._lock:  # the peer may be gone: no call to it comes any more
+            window = self._windows.get((peer, None)) if peer is not None else None
+            if window is not None and not window.used and not window.queue:
+                del self._windows[window.peer, None]
 
     def close(self) -> None:
         """Fails all calls, and from now on those that are entered: this worker has shut down."""

@@ -364,6 +364,7 @@ class _Run:
         self._inbox.let_act(number)
         self._keyboard.resume()
         self._inbox.discard(SUSPENDS | {signal.SIGCONT})
+        self._inbox.wake()  # for signals that came meanwhile
         self._send(signal.SIGCONT, group=True)
         seconds = time.monotonic() - before
         self._deadline += seconds

@@ -86,6 +86,8 @@ def hold_interrupts() -> None:
             elif callable(_get(_CTRL_C)):
                 _ctrl_c_handler = _set(_CTRL_C, _note)
             _depth = 1
+        except RecursionError:  # of this thread's own depth: it would come again and again
+            raise
         except BaseException as error:
             _raised.append(error)
 
@@ -105,7 +107,11 @@ def release_interrupts() -> None:
         return
     if _held:
         held, _held = _held, []
-        _put_back(held)
+        try:
+            _put_back(held)
+        except RecursionError:  # a frame further up puts them back
+            _held, _depth = held, 1
+            raise
     elif _ctrl_c_handler is not None:
         handler, _ctrl_c_handler = _ctrl_c_handler, None
         if _get(_CTRL_C) is _note:  # and the program has not set another one meanwhile
@@ -247,6 +253,8 @@ def _put_back(held: list[tuple[int, Any]]) -> None:
                 if _get(number) is _note:
                     _set(number, handler)
                 held.pop()
+        except RecursionError:
+            raise
         except BaseException as error:
             _raised.append(error)
 

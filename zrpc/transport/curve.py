@@ -132,6 +132,8 @@ class Curve:
     def admit(self, peer: int, key: PeerKey) -> None:
         """Adds a peer, and admits connections with its key from now on."""
         with self._lock:
+            if peer in self._peers:  # its record was replaced
+                self._names.pop(self._peers[peer].public.encode(), None)
             self._peers[peer] = key
             self._names[key.public.encode()] = sender_name(key.identity)
 

@@ -100,7 +100,13 @@ class Network:
         self._curve = curve
         if curve is not None:
             curve.open(self._context)
-        self.tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
+        try:
+            self.tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
+        except BaseException:  # it may be tried again, with other keys
+            self._curve = None
+            if curve is not None:
+                curve.close()
+            raise
         return self.tcp_endpoint
 
     def connect(self, endpoints: Sequence[str]) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from tests.services.shm.sharing import (
+    introduce,
     kept,
     segments_mapped,
     segments_open,
 )
 from tests.support.waiting import until
 from zrpc.services.shm.segments import SegmentPool
+from zrpc.testing import Mesh
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +67,14 @@ def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
 
     monkeypatch.setattr(SegmentPool, "lend", recorded)
     return made
+
+
+@pytest.fixture
+def introduced(mesh: Mesh) -> Iterator[Mesh]:
+    """A mesh of threads whose workers all send by shared memory; worker0 is the test itself."""
+    everybody = range(len(mesh))
+    for rank in everybody:
+        mesh.run(rank, introduce, *(peer for peer in everybody if peer != rank))
+    with mesh.agent(0).as_current():
+        yield mesh
+    kept().clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 from typing import Any
 
@@ -15,11 +14,11 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
+    introduce,
     keep,
     kept,
     large,
     negated,
-    processes,
     segments_mapped,
     segments_open,
     sends_by_segments,
@@ -27,6 +26,7 @@ from tests.services.shm.sharing import (
     until_returned,
 )
 from tests.support.waiting import until
+from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import Segment
 from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
@@ -38,14 +38,14 @@ pytestmark = sends_by_segments
 
 
 @pytest.mark.system
-def test_idle_segments_are_closed_and_forgotten(caller: Mesh) -> None:
-    layer = service_of(caller, 0)
+def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
+    layer = service_of(introduced, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     for i in range(3):
         zrpc.rpc_sync(1, torch.numel, (large(i),))
     until_returned(layer, 1)
-    layers = [service_of(caller, rank) for rank in range(len(caller))]
-    for each in layers:  # the others have pools too, from when they were caller
+    layers = [service_of(introduced, rank) for rank in range(len(introduced))]
+    for each in layers:  # the others have pools too, from when they were introduced
         each.timing = SharedMemoryTiming(idle_seconds=-1.0, check_seconds=0.0)
     until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
     until(lambda: len(segments_open()) == 1, collect=True)
@@ -60,6 +60,7 @@ def test_idle_segments_are_closed_and_forgotten(caller: Mesh) -> None:
 
 def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=3, options={"shared_memory": 3 * MIB})
+    mesh.run(0, introduce, 1, 2)
     layer = service_of(mesh, 0)
     with mesh.agent(0).as_current():
         for i in range(12):
@@ -88,22 +89,34 @@ def test_without_capacity_everything_goes_by_frames(make_mesh: MakeMesh, lends: 
     assert segments_open() == segments_mapped() == []
 
 
-def hide_descriptors() -> None:
-    """Has the system let no other process open descriptors of this one."""
-    assert ctypes.CDLL(None).prctl(4, 0, 0, 0, 0) == 0  # PR_SET_DUMPABLE
+def test_a_peer_that_cant_open_segments_gets_frames(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
 
+    def refuse(self, descriptor: Any) -> Any:
+        probed.append(self)
+        return False
 
-@processes
-def test_a_worker_whose_descriptors_cant_be_opened_sends_frames(mesh: Mesh) -> None:
-    mesh.run(1, hide_descriptors)
-    assert mesh.run(1, zrpc.rpc_sync, 0, torch.numel, (large(1),)) == LARGE
-    assert mesh.run(1, segments_open) == []
+    monkeypatch.setattr(Loans, "probe", refuse)
+    with mesh.agent(0).as_current():
+        for i in range(6):
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+        until(lambda: len(probed) == 2, collect=True)
+        for rank in range(2):
+            until_returned(service_of(mesh, rank))
+            assert not service_of(mesh, rank)._accepted
+        assert torch.equal(zrpc.rpc_sync(1, negated, (large(7),)), -large(7))
+    assert {id(loans) for loans in probed} == {id(service_of(mesh, r).loans) for r in range(2)}
+    assert len(probed) == 2  # asked once
+    assert segments_mapped() == []
+    assert len(segments_open()) == 2  # of the offers
 
 
 def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
-    caller: Mesh, monkeypatch: pytest.MonkeyPatch
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = service_of(caller, 0)
+    layer = service_of(introduced, 0)
     refused = []
 
     def refuse(self: Segment, offset: int, buffer: Any) -> None:
@@ -115,7 +128,7 @@ def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
     sent = layer.sent_bytes
     assert zrpc.rpc_sync(1, torch.numel, (large(3),)) == LARGE
     assert [segment.borrower for segment in refused] == [1]
-    assert refused[0] not in layer.pool.segments.values()  # a part of it may have been written
+    assert refused[0] not in layer.pool._segments.values()  # a part of it may have been written
     assert layer.sent_bytes == sent
     monkeypatch.setattr(Segment, "write", write)
     assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))

@@ -58,21 +58,21 @@ def no_mappings(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_request_that_cant_be_mapped_fails_and_is_returned(
-    caller: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    no_mappings(service_of(caller, 1))
+    no_mappings(service_of(introduced, 1))
     with caplog.at_level(logging.CRITICAL, logger="zrpc"), contextlib.suppress(OSError):
         assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
     assert no_mappings.tried.is_set()
-    until(lambda: service_of(caller, 0).pool.lent == 0, "not returned", within=3, collect=True)
+    until(lambda: service_of(introduced, 0).pool.lent == 0, "not returned", within=3, collect=True)
     no_mappings.undo()
     assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
 
 
 def test_an_answer_that_cant_be_mapped_fails_at_once(
-    caller: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    no_mappings(service_of(caller, 0))
+    no_mappings(service_of(introduced, 0))
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
         try:
             assert torch.equal(zrpc.rpc_sync(1, large, (1,), timeout=3), large(1))
@@ -81,19 +81,19 @@ def test_an_answer_that_cant_be_mapped_fails_at_once(
         except (OSError, zrpc.ProtocolError):
             pass
     assert no_mappings.tried.is_set()
-    until(lambda: service_of(caller, 1).pool.lent == 0, "not returned", within=3, collect=True)
+    until(lambda: service_of(introduced, 1).pool.lent == 0, "not returned", within=3, collect=True)
     no_mappings.undo()
     assert torch.equal(zrpc.rpc_sync(1, large, (2,)), large(2))
 
 
 def test_a_pass_whose_gradients_cant_be_mapped_fails(
-    caller: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would be waited for in vain. They travel with the answer of the part, or alone."""
     with dist_autograd.context() as context_id:
         leaf = large(1).requires_grad_()
         loss = zrpc.rpc_sync(1, torch.mul, (leaf, 2.0)).sum()
-        no_mappings(service_of(caller, 0), service_of(caller, 1))
+        no_mappings(service_of(introduced, 0), service_of(introduced, 1))
         with (
             caplog.at_level(logging.CRITICAL, logger="zrpc"),
             pytest.raises(RuntimeError, match=r"answer can't be read|messages from .* were lost"),
@@ -128,27 +128,27 @@ no_memory = pytest.mark.parametrize(
 
 @no_memory
 def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
-    caller: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch, error: Any
+    introduced: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     """As memory of this process; the segment is not used again, as a part may have left."""
-    ours = service_of(caller, 0)
-    left = fail_to_send(monkeypatch, caller.agent(0), error)
+    ours = service_of(introduced, 0)
+    left = fail_to_send(monkeypatch, introduced.agent(0), error)
     with pytest.raises(MemoryError, match="can't be sent"):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
     assert ours.pool.lent == 0
-    assert [lend.number in ours.pool.segments for lend in lends] == [False]
+    assert [lend.number in ours.pool._segments for lend in lends] == [False]
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
     until_returned(ours)
 
 
 @no_memory
 def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
-    caller: Mesh, monkeypatch: pytest.MonkeyPatch, error: Any
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     """And so is what it should have returned."""
-    ours, theirs = service_of(caller, 0), service_of(caller, 1)
-    left = fail_to_send(monkeypatch, caller.agent(1), error)
+    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
+    left = fail_to_send(monkeypatch, introduced.agent(1), error)
     with pytest.raises(MemoryError):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
@@ -158,16 +158,16 @@ def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
     until_returned(ours)
 
 
-def test_a_segment_that_may_be_lent_again_is_not_returned_twice(caller: Mesh) -> None:
+def test_a_segment_that_may_be_lent_again_is_not_returned_twice(introduced: Mesh) -> None:
     """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
-    ours, theirs = service_of(caller, 0), service_of(caller, 1)
+    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
+    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
     part = Message(Kind.RESULT, extensions=[(Tag.RETURNED, struct.pack("<Q", number))])
     theirs.undo_carry(0, part)
-    caller.agent(1).network.wake()
+    introduced.agent(1).network.wake()
     until_returned(ours)
-    assert number not in ours.pool.segments
+    assert number not in ours.pool._segments
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(10 + i),)), -large(10 + i))
     assert torch.equal(kept()["held"], large(1))
@@ -176,15 +176,15 @@ def test_a_segment_that_may_be_lent_again_is_not_returned_twice(caller: Mesh) ->
 
 
 def test_what_a_fork_may_read_is_not_returned_with_a_message(
-    caller: Mesh, monkeypatch: pytest.MonkeyPatch
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But another tensor is, and of the first the owner hears as well, by a message of its own."""
-    ours, theirs = service_of(caller, 0), service_of(caller, 1)
+    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
     zrpc.rpc_sync(1, keep, ("forked", large(1)))
-    (forked,) = (n for n, s in ours.pool.segments.items() if s.borrower == 1)
+    (forked,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
     theirs.loans.keep_all()
     zrpc.rpc_sync(1, keep, ("other", large(2)))
-    (other,) = (n for n, s in ours.pool.segments.items() if s.borrower == 1 and n != forked)
+    (other,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1 and n != forked)
     monkeypatch.setattr(theirs, "after_turn", lambda: None)
     drop("forked", "other")
     until(lambda: len(theirs.loans.ended) == 2, collect=True)
@@ -192,18 +192,18 @@ def test_what_a_fork_may_read_is_not_returned_with_a_message(
     theirs.carry(0, message)
     assert message.extensions == [(Tag.RETURNED, struct.pack("<Q", other))]
     monkeypatch.undo()
-    caller.agent(1).outbox.post(0, message)
+    introduced.agent(1).outbox.post(0, message)
     until_returned(ours)
-    assert forked not in ours.pool.segments
-    assert other in ours.pool.segments
+    assert forked not in ours.pool._segments
+    assert other in ours.pool._segments
 
 
 @pytest.mark.system
 def test_an_answer_that_is_sent_later_keeps_its_segment(
-    caller: Mesh, monkeypatch: pytest.MonkeyPatch
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = service_of(caller, 1)
-    left = fail_to_send(monkeypatch, caller.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
+    theirs = service_of(introduced, 1)
+    left = fail_to_send(monkeypatch, introduced.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
     value = zrpc.rpc_sync(1, large, (1,))
     assert not left
     assert torch.equal(value, large(1))
@@ -213,9 +213,9 @@ def test_an_answer_that_is_sent_later_keeps_its_segment(
 
 
 def test_a_segment_that_can_not_be_written_is_free_again(
-    caller: Mesh, monkeypatch: pytest.MonkeyPatch
+    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = service_of(caller, 0)
+    ours = service_of(introduced, 0)
 
     def fail(*_: Any) -> None:
         raise MemoryError

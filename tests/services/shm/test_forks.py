@@ -15,6 +15,7 @@ import pytest
 
 import zrpc
 from tests.services.shm.sharing import (
+    introduce,
     large,
     own_layer,
     processes,
@@ -66,6 +67,7 @@ class Child:
 
 def fork_and_drop(rank: Any) -> Any:
     """The child goes on to read a tensor that this process drops."""
+    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     expected = content(large(7))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     assert content(tensor) == expected
@@ -75,7 +77,7 @@ def fork_and_drop(rank: Any) -> Any:
     try:
         answers = [child.ask()]
         received.clear()  # the child has a list of its own
-        until(lambda: not own_layer().loans.unreturned, collect=True)
+        until(lambda: not own_layer().loans._open, collect=True)
         for i in range(6):
             other = zrpc.rpc_sync(rank, large, (100 + i,))
             assert content(other) == content(large(100 + i))
@@ -95,6 +97,7 @@ def test_a_fork_of_the_receiver_goes_on_reading(mesh: Mesh) -> None:
 
 
 def fork_and_write(rank: Any) -> Any:
+    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     before = content(tensor)
 

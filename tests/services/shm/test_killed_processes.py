@@ -11,6 +11,7 @@ import pytest
 
 import zrpc
 from tests.services.shm.sharing import (
+    introduce,
     keep,
     kept,
     kept_are_equal,
@@ -32,6 +33,7 @@ pytestmark = sends_by_segments
 
 
 def send_and_lend(rank: Any, count: Any) -> Any:
+    introduce(rank)
     for i in range(count):
         zrpc.rpc_sync(rank, keep, (i, large(i)))
     return own_layer().pool.lent
@@ -43,13 +45,13 @@ def until_lost(rank: Any) -> None:
 
 
 def numbers_of_free_segments() -> Any:
-    return sorted(own_layer().pool.segments)
+    return sorted(own_layer().pool._segments)
 
 
 def drop_all() -> Any:
     """Drops what is kept; returns what is mapped then."""
     kept().clear()
-    until(lambda: not own_layer().loans.unreturned, collect=True)
+    until(lambda: not own_layer().loans._open, collect=True)
     return segments_mapped()
 
 
@@ -87,6 +89,7 @@ def test_the_sender_is_killed_while_receivers_hold_tensors(mesh: Mesh) -> None:
 
 def write_while_it_dies(rank: Any, pid: Any) -> Any:
     """Has the borrower killed, and its loss noticed, in the middle of a write to a segment."""
+    introduce(rank)
     layer = own_layer()
     write = Segment.write
     noticed = []
@@ -125,6 +128,10 @@ def test_the_receiver_is_killed_while_the_sender_writes(mesh: Mesh) -> None:
 
 def ask_one_that_dies_before_its_answer_is_read(rank: Any, pid: Any) -> Any:
     """The type of the error where the segment of an answer went with its owner."""
+    own = own_layer()
+    zrpc.rpc_sync(rank, introduce, (own.agent.worker_info.id,))
+    until(lambda: not own.loans._open, collect=True)
+    own.loans.close()  # forgets what is mapped, so that the answer's segment is mapped anew
     map_it = Loans._map
     tried = []
 

@@ -13,6 +13,7 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
+    introduce,
     keep,
     kept,
     large,
@@ -33,8 +34,8 @@ pytestmark = sends_by_segments
 FUNCTIONS = [torch.numel, lambda t: t.numel(), torch.neg, lambda t: t.numpy().size]
 
 
-def test_arguments_are_returned_with_the_answer(caller: Mesh, lends: list[Lend]) -> None:
-    ours = service_of(caller, 0)
+def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends: list[Lend]) -> None:
+    ours = service_of(introduced, 0)
     for function in FUNCTIONS:
         for i in range(3):
             zrpc.rpc_sync(1, function, (large(i),))
@@ -44,28 +45,30 @@ def test_arguments_are_returned_with_the_answer(caller: Mesh, lends: list[Lend])
     assert len({lend.number for lend in lends if lend.pool is ours.pool}) == 1
 
 
-def test_results_are_returned_with_the_next_call(caller: Mesh, lends: list[Lend]) -> None:
+def test_results_are_returned_with_the_next_call(introduced: Mesh, lends: list[Lend]) -> None:
     for i in range(5):
         received = zrpc.rpc_sync(1, make, (i,))
         del received
     assert len({lend.number for lend in lends}) == 1
 
 
-def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(caller: Mesh) -> None:
+def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(introduced: Mesh) -> None:
     for i in range(3):
         zrpc.rpc_sync(1, keep, (i, large(i)))
     drop(0, 1, 2)
-    until_returned(service_of(caller, 0))
+    until_returned(service_of(introduced, 0))
 
 
 @pytest.mark.zrpc(workers=3)
-def test_segments_of_one_worker_are_not_returned_with_messages_to_another(caller: Mesh) -> None:
+def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introduced: Mesh) -> None:
+    introduced.run(0, introduce, 2)
+    introduced.run(2, introduce, 1)
     zrpc.rpc_sync(1, keep, (0, large(0)))
-    caller.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
+    introduced.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
     drop(0, 1)
     zrpc.rpc_sync(1, echo, (2,))
-    until_returned(service_of(caller, 0))
-    until_returned(service_of(caller, 2))
+    until_returned(service_of(introduced, 0))
+    until_returned(service_of(introduced, 2))
 
 
 @pytest.mark.system
@@ -73,6 +76,8 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
     make_mesh: MakeMesh, lends: list[Lend]
 ) -> None:
     mesh = make_mesh(options={"shared_memory": 4 * MIB + MIB // 4})
+    mesh.run(0, introduce, 1)
+    lends.clear()
     layer = service_of(mesh, 0)
     with mesh.agent(0).as_current():
         for i in range(12):
@@ -97,16 +102,16 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
 
 @pytest.mark.system
 def test_a_late_answer_is_returned(
-    caller: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
+    introduced: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The callee must not find out first that nobody waits any more: it would not answer then.
-    monkeypatch.setattr(caller.agent(1).callee, "drop_abandoned", lambda: None)
+    monkeypatch.setattr(introduced.agent(1).callee, "drop_abandoned", lambda: None)
     with Gate() as gate:
         future = zrpc.rpc_async(1, gate.wait_inside, (large(1),), timeout=0.3)
         gate.await_entry()
         with pytest.raises(zrpc.RpcTimeoutError):
             future.wait()
-    theirs = service_of(caller, 1)
+    theirs = service_of(introduced, 1)
     until(lambda: any(lend.pool is theirs.pool for lend in lends), collect=True)
     until_returned(theirs)
 
@@ -125,50 +130,22 @@ def explode(tensor: Any) -> None:
     raise LookupError("there is no such thing here")
 
 
-def test_a_request_that_cant_be_unpickled_is_returned(caller: Mesh, lends: list[Lend]) -> None:
+def test_a_request_that_cant_be_unpickled_is_returned(introduced: Mesh, lends: list[Lend]) -> None:
     for _ in range(3):
         with pytest.raises(zrpc.SerializationError, match="no such thing"):
             zrpc.rpc_sync(1, echo, (CantBeFound(large(1)),))
     assert len(lends) == 3
-    until_returned(service_of(caller, 0))
+    until_returned(service_of(introduced, 0))
 
 
-def test_an_answer_whose_call_failed_before_is_returned(caller: Mesh, lends: list[Lend]) -> None:
+def test_an_answer_whose_call_failed_before_is_returned(
+    introduced: Mesh, lends: list[Lend]
+) -> None:
     with pytest.raises(ZeroDivisionError):
         zrpc.rpc_sync(1, fail_with, (large(1),))
     assert len(lends) == 1
-    until_returned(service_of(caller, 0))
+    until_returned(service_of(introduced, 0))
 
 
 def fail_with(tensor: Any) -> None:
     raise ZeroDivisionError
-
-
-# -- what others write -------------------------------------------------------------------
-
-
-def add_in_place(tensor: Any, number: Any) -> Any:
-    tensor += number
-    return tensor.sum().item()
-
-
-def test_what_the_callee_writes_the_caller_does_not_see(caller: Mesh, lends: list[Lend]) -> None:
-    sent = large(1, 1 << 17)
-    for _ in range(3):
-        total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
-        assert total == (large(1, 1 << 17) + 5).sum().item()
-        assert torch.equal(sent, large(1, 1 << 17))
-    assert len(lends) == 3
-
-
-@pytest.mark.system
-def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
-    caller: Mesh, lends: list[Lend]
-) -> None:
-    for i in range(6):
-        received = zrpc.rpc_sync(1, make, (i, LARGE - i))
-        assert torch.equal(received, large(i, LARGE - i))
-        received.fill_(float("nan"))
-        del received
-        until_returned(service_of(caller, 1))
-    assert len({lend.number for lend in lends}) == 1

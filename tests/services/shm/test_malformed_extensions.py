@@ -43,23 +43,23 @@ def extension(segment: Any, *places: Any, **changed: Any) -> Any:
 
 
 TOO_MUCH = 2**64 - 1
-HOSTILE = [
-    lambda s: b"",
-    lambda s: extension(s)[:-1],
-    extension,
-    lambda s: extension(s, (0, 0, 64)) + b"x" * 7,
-    lambda s: extension(s, (0, s.size, 1)),
-    lambda s: extension(s, (0, 0, 64), (1, s.size - 10, 11)),
-    lambda s: extension(s, (0, TOO_MUCH, 1)),
-    lambda s: extension(s, (0, 1, TOO_MUCH)),
-    lambda s: extension(s, (0, 2**63, 2**63)),
-    lambda s: extension(s, (0, s.size, 64), size=2 * s.size),
-    lambda s: extension(s, (0, 0, 64), inode=s.inode + 1, number=10**6),
-    lambda s: extension(s, (0, 0, 64), fd=0, number=10**6),
-    lambda s: extension(s, (0, 0, 64), pid=2**32 - 1, number=10**6),
-    lambda s: extension(s, (5, 0, 64)),
-    lambda s: extension(s, (0, 0, 0), size=0, number=10**6),
-]
+HOSTILE = {
+    "empty": lambda s: b"",
+    "truncated descriptor": lambda s: extension(s)[:-1],
+    "no places": extension,
+    "half a place": lambda s: extension(s, (0, 0, 64)) + b"x" * 7,
+    "place behind the end": lambda s: extension(s, (0, s.size, 1)),
+    "place over the end": lambda s: extension(s, (0, 0, 64), (1, s.size - 10, 11)),
+    "enormous offset": lambda s: extension(s, (0, TOO_MUCH, 1)),
+    "enormous size": lambda s: extension(s, (0, 1, TOO_MUCH)),
+    "sum that overflows": lambda s: extension(s, (0, 2**63, 2**63)),
+    "larger segment than there is": lambda s: extension(s, (0, s.size, 64), size=2 * s.size),
+    "wrong inode": lambda s: extension(s, (0, 0, 64), inode=s.inode + 1, number=10**6),
+    "wrong descriptor": lambda s: extension(s, (0, 0, 64), fd=0, number=10**6),
+    "no such process": lambda s: extension(s, (0, 0, 64), pid=2**32 - 1, number=10**6),
+    "index that isn't": lambda s: extension(s, (5, 0, 64)),
+    "size 0 of nothing": lambda s: extension(s, (0, 0, 0), size=0, number=10**6),
+}
 
 
 def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
@@ -69,47 +69,53 @@ def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
 
 
 def test_an_extension_of_nonsense_is_an_error_at_the_caller(
-    caller: Mesh, caplog: pytest.LogCaptureFixture
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent, ours = caller.agent(0), service_of(caller, 0)
+    agent, ours = introduced.agent(0), service_of(introduced, 0)
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
-    zrpc.rpc_sync(1, torch.neg, (large(1),))
-    for hostile in HOSTILE:
-        segment = next(iter(ours.pool.segments.values()))
+    for hostile in HOSTILE.values():
+        segment = next(iter(ours.pool._segments.values()))
         with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
-        until(lambda: not service_of(caller, 1).loans.unreturned, collect=True)
+        until(lambda: not service_of(introduced, 1).loans._open, collect=True)
 
 
-NOTES = [
-    *(b"", b"\x01\x02", NOTE.pack(99, 0)),
-    *(NOTE.pack(verb, 0) for verb in (1, 2)),  # of what another has: see below
-    *(NOTE.pack(verb, TOO_MUCH) for verb in (1, 2, 3, 5)),
-    NOTE.pack(4, 0),  # without a descriptor
-    NOTE.pack(4, 0) + DESCRIPTOR.pack(0, 1, 1, 1, 1),
-    NOTE.pack(4, 0) + DESCRIPTOR.pack(0, os.getpid(), 0, 1, 0),
-]
+NOTES = {
+    "empty": b"",
+    "half": b"\x01\x02",
+    "unknown verb": NOTE.pack(99, 0),
+    "offer without a descriptor": NOTE.pack(1, 0),
+    "offer of nothing": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, 1, 1, 1, 1),
+    "offer of size 0": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, os.getpid(), 0, 1, 0),
+    "return of what another has": NOTE.pack(3, 0),
+    "keep of what another has": NOTE.pack(4, 0),
+    "return of what isn't": NOTE.pack(3, TOO_MUCH),
+    "keep of what isn't": NOTE.pack(4, TOO_MUCH),
+    "closed what isn't": NOTE.pack(5, TOO_MUCH),
+}
 
 
 @pytest.mark.zrpc(workers=3)
-def test_words_of_nonsense_change_nothing(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    ours = service_of(caller, 0)
+def test_words_of_nonsense_change_nothing(
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = service_of(introduced, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
+    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
     assert ours.pool.lent == 1
-    before = set(ours.pool.segments)
+    before = set(ours.pool._segments)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        for note in NOTES:
+        for note in NOTES.values():
             head = note[: NOTE.size]
-            if len(head) == NOTE.size and head[0] in (1, 2) and head[1:] == bytes(8):
+            if len(head) == NOTE.size and head[0] in (3, 4) and head[1:] == bytes(8):
                 note = NOTE.pack(head[0], number)
-            caller.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
+            introduced.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
             # Behind it in the queue: answered when it has been read.
-            assert caller.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
+            assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
             assert ours.pool.lent == 1, note
-    assert before <= set(ours.pool.segments)
+    assert before <= set(ours.pool._segments)
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     assert torch.equal(kept()["held"], large(1))
@@ -118,10 +124,12 @@ def test_words_of_nonsense_change_nothing(caller: Mesh, caplog: pytest.LogCaptur
 
 
 @pytest.mark.zrpc(workers=3)
-def test_returns_of_nonsense_change_nothing(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    ours, stranger = service_of(caller, 0), caller.agent(2)
+def test_returns_of_nonsense_change_nothing(
+    introduced: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, stranger = service_of(introduced, 0), introduced.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    another_s = next(n for n, s in ours.pool.segments.items() if s.borrower == 1)
+    another_s = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
     for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):
         assert call_with(stranger, 0, Tag.RETURNED, data) == 1
     with (

@@ -43,7 +43,7 @@ class Loan:
         number: the number of the segment among the owner's.
         views: one for each buffer of the message. The message's tensors refer to them, and
             when the last is freed the loan can be returned.
-        watched: a weak reference to what all views refer to.
+        left: how many of them are not freed; counted in the I/O thread.
         memory: a weak reference to the mapping.
         keep: whether the segment must not be used again, since a fork of this process may read it.
     """
@@ -58,43 +58,39 @@ class Loan:
     ) -> None:
         self.owner = owner
         self.number = number
+        self.left = len(places)
         self.keep = False
         # Weak: the views keep the mapping, and a loan of a closed agent should not.
         self.memory = weakref.ref(memory)
         # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
         # the array; made from a memoryview, it may refer to the object below.
-        whole = (ctypes.c_char * len(memory)).from_buffer(memory)
-        self.views: list[ctypes.Array[ctypes.c_char]] | None = [
-            (ctypes.c_char * size).from_buffer(whole, offset) for offset, size in places
-        ]
-        # It may be freed in any thread, at any moment. That is only recorded, by a C function,
+        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
+        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
         # which no signal handler interrupts (what that raised would be lost).
-        self.watched = weakref.ref(whole, ended.append)
+        self.watched = [weakref.ref(view, ended.append) for view in views]
+        self.views: list[ctypes.Array[ctypes.c_char]] | None = views
 
 
 class Loans:
     """All that is lent to one worker. For one thread at a time, except for `ended`.
 
     Attributes:
-        ended: the weak references of loans whose views have been freed.
-        unreturned: the other loans, by the identity of their weak references.
+        ended: the weak references to views that have been freed.
     """
 
     def __init__(self) -> None:
         self.ended: deque[weakref.ref[Any]] = deque()
         self._mapped: dict[tuple[int, int], SegmentMap] = {}
-        self.unreturned: dict[int, Loan] = {}
+        # Loans that have not ended, by the identity of the weak references to their views.
+        self._open: dict[int, Loan] = {}
 
-    def open(self, owner: MemberId, descriptor: Descriptor) -> SegmentMap:
-        """Maps a segment of a peer, unless it is mapped already.
-
-        Raises:
-            OSError: it can't be opened.
-        """
-        key = (owner, descriptor.number)
-        if key not in self._mapped:
-            self._mapped[key] = self._map(descriptor)
-        return self._mapped[key]
+    def probe(self, descriptor: Descriptor) -> bool:
+        """Returns whether this process can open a segment of a peer."""
+        try:
+            self._map(descriptor).close()
+        except OSError:
+            return False
+        return True
 
     def borrow(
         self, owner: MemberId, descriptor: Descriptor, places: list[tuple[int, int]]
@@ -104,16 +100,22 @@ class Loans:
         Raises:
             OSError: it can't be opened.
         """
-        memory = self.open(owner, descriptor)
+        key = (owner, descriptor.number)
+        memory = self._mapped.get(key)
+        if memory is None:
+            memory = self._mapped[key] = self._map(descriptor)
         loan = Loan(owner, descriptor.number, memory, places, self.ended)
-        self.unreturned[id(loan.watched)] = loan
+        self._open.update((id(watched), loan) for watched in loan.watched)
         return loan
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []
         while self.ended:
-            loans.append(self.unreturned.pop(id(self.ended.popleft())))
+            loan = self._open.pop(id(self.ended.popleft()))
+            loan.left -= 1
+            if loan.left == 0:
+                loans.append(loan)
         return loans
 
     def forget(self, owner: MemberId, number: int | None = None) -> None:
@@ -131,7 +133,7 @@ class Loans:
             OSError: some mappings could not be made private; all loans are marked `keep` anyway.
         """
         with contextlib.ExitStack() as each:  # all of them, even if one fails
-            for loan in list(self.unreturned.values()):
+            for loan in list(self._open.values()):
                 if not loan.keep:
                     loan.keep = True
                     memory = loan.memory()

@@ -21,7 +21,7 @@ from typing import Any
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Segment", "SegmentPool"]
+__all__ = ["Segment", "SegmentPool", "supports_segments"]
 
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
@@ -34,13 +34,17 @@ _libc = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23
 
 
+def supports_segments() -> bool:
+    """Returns whether this system has memfds that a peer can open."""
+    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
 class Segment:
     """A piece of shared memory of this process, of ``size`` bytes.
 
     Attributes:
         number: its number among this worker's segments; never reused.
         borrower: the worker that it is lent to; None if it is free.
-        opened: whether the borrower has opened it; None if it was not asked.
         known_to: the workers that may have it mapped.
         writing: whether a thread is copying into it; then it is not closed.
         fresh: whether no message was written to it yet.
@@ -61,7 +65,6 @@ class Segment:
         self._address = 0
         self.fresh = True
         self.borrower: MemberId | None = None
-        self.opened: bool | None = None
         self.known_to: set[MemberId] = set()
         self.writing = False
         self.used = time.monotonic()
@@ -106,30 +109,32 @@ class SegmentPool:
         capacity: the maximum number of bytes of all segments together.
 
     Attributes:
-        segments: those that may be lent, by their numbers.
         size: the number of bytes of all segments together.
         retired: segments that are not lent again, until the workers that have them mapped are told.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self.segments: dict[int, Segment] = {}
+        self._segments: dict[int, Segment] = {}
         self.size = 0
         self._next_number = 0
+        # Retired while a thread was writing to them; that thread closes them.
+        self._to_close: set[Segment] = set()
         self.retired: list[Segment] = []
+        self._closed = False
 
     def __len__(self) -> int:
-        return len(self.segments)
+        return len(self._segments)
 
     @property
     def lent(self) -> int:
         """The number of segments that are lent."""
-        return sum(segment.borrower is not None for segment in self.segments.values())
+        return sum(segment.borrower is not None for segment in self._segments.values())
 
-    def unopened(self) -> list[tuple[MemberId, Segment]]:
-        """Returns the segments that their borrowers have not opened yet, with these."""
-        every = self.segments.values()
-        return [(s.borrower, s) for s in every if s.borrower is not None and not s.opened]
+    @property
+    def borrowers(self) -> set[MemberId]:
+        """The workers that segments are lent to."""
+        return {s.borrower for s in self._segments.values() if s.borrower is not None}
 
     def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
         """Lends a segment with room for buffers of these sizes.
@@ -141,48 +146,42 @@ class SegmentPool:
         for size in sizes:
             offsets.append(end)
             end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if end > self._capacity:
+        if self._closed or end > self._capacity:
             return None
         segment = self._find_free(end) or self._make_segment(end)
         if segment is None:
             return None
         segment.writing = True
         segment.borrower = borrower
-        segment.opened = None
         segment.known_to.add(borrower)
         segment.used = time.monotonic()
         return segment, offsets
 
     def written(self, segment: Segment) -> bool:
-        """Ends the writing; if the segment was retired meanwhile, closes it and returns False."""
+        """Ends the writing to a segment; returns False if it was retired meanwhile."""
         segment.writing = segment.fresh = False
-        if segment.number in self.segments:
-            return True
-        segment.close()
-        return False
+        if segment in self._to_close:
+            self._to_close.discard(segment)
+            segment.close()
+            return False
+        return True
 
     def give_back(self, number: int, borrower: MemberId) -> None:
         """Takes a segment back from its borrower: it can be used again."""
-        segment = self.segments.get(number)
+        segment = self._segments.get(number)
         if segment is not None and segment.borrower == borrower:
             segment.borrower = None
             segment.used = time.monotonic()
 
-    def opened(self, number: int, borrower: MemberId) -> None:
-        """Records that a borrower has opened a segment."""
-        segment = self.segments.get(number)
-        if segment is not None and segment.borrower == borrower:
-            segment.opened = True
-
     def retire(self, number: int, borrower: MemberId) -> None:
         """Never lends a segment again, since its borrower may go on using it."""
-        segment = self.segments.get(number)
+        segment = self._segments.get(number)
         if segment is not None and segment.borrower == borrower:
             self._close(segment)
 
     def retire_lent_to(self, borrower: MemberId) -> None:
         """Never lends again what a worker has: it has left, but its process may still use it."""
-        for segment in [s for s in self.segments.values() if s.borrower == borrower]:
+        for segment in [s for s in self._segments.values() if s.borrower == borrower]:
             self._close(segment)
 
     def close_idle(self, unused_since: float) -> None:
@@ -193,12 +192,12 @@ class SegmentPool:
 
     def close(self) -> None:
         """Closes all segments, and lends none from now on."""
-        self._capacity = 0
-        for segment in list(self.segments.values()):
+        self._closed = True
+        for segment in list(self._segments.values()):
             self._close(segment)
 
     def _free(self) -> list[Segment]:
-        return [segment for segment in self.segments.values() if segment.borrower is None]
+        return [segment for segment in self._segments.values() if segment.borrower is None]
 
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""
@@ -221,13 +220,15 @@ class SegmentPool:
         except OSError:
             return None  # out of descriptors or memory; frames need neither
         self._next_number += 1
-        self.segments[segment.number] = segment
+        self._segments[segment.number] = segment
         self.size += segment.size
         return segment
 
     def _close(self, segment: Segment) -> None:
-        del self.segments[segment.number]
+        del self._segments[segment.number]
         self.size -= segment.size
         self.retired.append(segment)
-        if not segment.writing:  # otherwise the thread that writes closes it
+        if segment.writing:
+            self._to_close.add(segment)
+        else:
             segment.close()

@@ -5,22 +5,27 @@ where. The receiver maps the segment, and its tensors are views of it. When they
 returns the segment, to be used again: with the next message to the sender, often the answer, or
 else by a message of its own. So there is one copy in and none out.
 
-If the two processes can't open each other's descriptors, as in containers with process ids of their
-own, and if the pool is full, frames are used.
+The first time that there is something large for a peer, it is asked whether it can open a segment
+(OFFER, answered by ACCEPT, or only by the RETURN of that segment). It asks the same back, so the
+answer finds the way open. The thread that sends waits for the peer's reply, but no longer than the
+way by frames would take. If there is none, if the peer can't, and if the pool is full, frames are
+used.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from enum import IntEnum
-from pathlib import Path
+from functools import partial
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -30,9 +35,9 @@ from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.borrowed import Descriptor, Loan, Loans
-from zrpc.services.shm.segments import Segment, SegmentPool
-from zrpc.transport.address import can_share_descriptors
+from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -48,29 +53,35 @@ _DESCRIPTOR = struct.Struct("<QIIQQ")  # number, pid, fd, inode, size
 _PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
 _NUMBER = struct.Struct("<Q")  # number of a segment
+_WAY = struct.Struct("<BB")  # the connection that an ASK takes, and how many there are
 
 
 class _Verb(IntEnum):
     """What a message about segments says."""
 
-    RETURN = 1  # use this segment again
-    KEEP = 2  # never use this segment again, I may read it without limit
-    CLOSED = 3  # this segment is not lent again
-    OPEN = 4  # open what I have lent you, since I may exit soon (with a descriptor)
-    OPENED = 5  # I have
+    OFFER = 1  # can you open this segment? (with a descriptor)
+    ACCEPT = 2  # I can
+    RETURN = 3  # use this segment again
+    KEEP = 4  # never use this segment again, I may read it without limit
+    CLOSED = 5  # this segment is not lent again
+    ASK = 6  # have you opened what I have lent you? (with the number of the question, by each way)
+    OPEN = 7  # I have (with the number of that question)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedMemoryTiming:
-    """When segments are closed, in seconds.
+    """When segments are closed, and how long a peer is waited for, in seconds.
 
     Attributes:
         idle_seconds: how long a free segment is kept for the next message.
         check_seconds: how often the pool is checked for idle segments.
+        offer_seconds_per_byte: how long a message waits for the reply to the first offer, for each
+            byte that it could send by shared memory. The default is what frames cost more.
     """
 
     idle_seconds: float = 10.0
     check_seconds: float = 1.0
+    offer_seconds_per_byte: float = 1.5e-9
 
 
 class SharedMemoryService(Service, MessageHooks):
@@ -95,16 +106,26 @@ class SharedMemoryService(Service, MessageHooks):
         # Guards the pool and what has been borrowed, which any thread that sends uses.
         self._lock = UninterruptedLock()
         # Without capacity it carries nothing.
-        self.pool = SegmentPool(agent.options.shared_memory)
+        self.pool = SegmentPool(agent.options.shared_memory if supports_segments() else 0)
         self.loans = Loans()
         # What to tell the owners of loans that have ended: RETURN or KEEP, and which segment.
         self._to_return: dict[MemberId, list[tuple[_Verb, int]]] = {}
-        # Whether a peer can open our segments, once that was asked.
-        self._shares: dict[MemberId, bool] = {}
+        self._accepted: set[MemberId] = set()
+        self._offered: set[MemberId] = set()
+        # For each peer whose reply to the offer is awaited: the gates of the threads that wait.
+        # Guarded by the lock.
+        self._awaited: dict[MemberId, list[threading.Lock]] = {}
+        # For each borrower that was asked whether it has opened what it was lent last: the number
+        # of the question, or 0 if it has. Guarded by the lock.
+        self._asked: dict[MemberId, int] = {}
+        self._questions = itertools.count(1)
+        # The latest question of each owner, and the connections that brought it. In the I/O thread.
+        self._asking: dict[MemberId, tuple[int, set[int]]] = {}
         self._next_check = 0.0
         self.sent_bytes = self.received_bytes = 0
         self._pid = os.getpid()
         self.to_carry = self.loans.ended
+        self._closed = False
         self._all[id(self)] = self
 
     @override
@@ -128,6 +149,8 @@ class SharedMemoryService(Service, MessageHooks):
         The message also returns segments to that worker: an answer returns those of the arguments,
         for example. So the next call finds them free, and their memory still cached.
         """
+        if self._closed:
+            return
         if self.loans.ended:
             self._return_with(member, message)
         if message.buffers:
@@ -142,6 +165,8 @@ class SharedMemoryService(Service, MessageHooks):
         returned segments, and the peer may have lent them to us again: if they were returned once
         more, it would use them while we read. So it is told not to use them again.
         """
+        if self._closed:
+            return
         for tag, data in message.extensions:
             if tag == Tag.SHARED:
                 with self._lock:
@@ -171,8 +196,12 @@ class SharedMemoryService(Service, MessageHooks):
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
         windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
         sizes = [ctypes.sizeof(window) for _, window in windows]
-        if sum(sizes) < LEAST_BYTES or not self._shares_with(member):
+        if sum(sizes) < LEAST_BYTES or not self.agent.membership.reaches_by_ipc(member):
             return
+        if member not in self._accepted:
+            self._offer(member)
+            if not self._await_reply(member, sum(sizes), message.deadline):
+                return
         lent = self._lend(sizes, member)
         if lent is None:
             return
@@ -206,19 +235,55 @@ class SharedMemoryService(Service, MessageHooks):
             # what it was lent.
             if member in self.agent.membership.lost:
                 return None
+            self._asked.pop(member, None)
             return self.pool.lend(sizes, member)
 
-    def _shares_with(self, member: MemberId) -> bool:
-        """Returns whether a peer can open segments of ours. A worker sends itself frames."""
-        shares = self._shares.get(member)
-        if shares is None:
-            membership = self.agent.membership
-            shares = self._shares[member] = (
-                member != membership.own_id
-                and membership.reaches_by_ipc(member)
-                and can_share_descriptors(Path(membership.records[member].directory))
-            )
-        return shares
+    def _offer(self, member: MemberId) -> None:
+        """Asks a peer, once, whether it can open segments of ours."""
+        if member == self.agent.membership.own_id:
+            return
+        with self._lock:
+            if member in self._offered:
+                return
+            # From now on, all threads that send to this peer wait for its reply.
+            self._offered.add(member)
+            self._awaited[member] = []
+        lent = self._lend([LEAST_BYTES], member)
+        with self._lock:
+            if lent is None:
+                self._offered.discard(member)
+                self._end_wait(member)
+                return
+            segment, _ = lent
+            self.pool.written(segment)
+        body = _NOTE.pack(_Verb.OFFER, segment.number)
+        self._post(member, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
+
+    def _await_reply(self, member: MemberId, size: int, deadline: float) -> bool:
+        """Waits for a peer's reply to the offer, if one is due; returns whether it has accepted.
+
+        Args:
+            member: the peer.
+            size: how many bytes the message could send by shared memory.
+            deadline: the message's; 0 if it has none.
+        """
+        if self.agent.receiver.receives_now():
+            return False  # the reply can't arrive while this thread waits
+        gate = threading.Lock()
+        gate.acquire()
+        with self._lock:
+            if member not in self._awaited:
+                return member in self._accepted
+            self._awaited[member].append(gate)
+        seconds = size * self.timing.offer_seconds_per_byte
+        # Ended by the reply, by the loss of the peer, or by the close of this service.
+        pass_gate(gate, min(seconds, deadline) if deadline else seconds)
+        return member in self._accepted
+
+    def _end_wait(self, member: MemberId) -> None:
+        """Wakes the threads that wait for a peer's reply; the lock is held."""
+        for gate in self._awaited.pop(member, ()):
+            gate.release()
 
     def _descriptor(self, segment: Segment) -> Descriptor:
         return Descriptor(segment.number, self._pid, segment.fd, segment.inode, segment.size)
@@ -263,21 +328,35 @@ class SharedMemoryService(Service, MessageHooks):
             raise ProtocolError(f"expected a message about a segment, found {len(body)} bytes")
         verb, number = _NOTE.unpack_from(body)
         member = message.sender
-        if verb == _Verb.CLOSED:
-            self.loans.forget(member, number)
-        elif verb == _Verb.OPEN:
-            descriptor = Descriptor(*_DESCRIPTOR.unpack_from(body, _NOTE.size))
-            # If that fails, the message that the segment belongs to fails as well.
-            with contextlib.suppress(OSError, ValueError):
-                self.loans.open(member, descriptor)
-                self._post(member, _NOTE.pack(_Verb.OPENED, descriptor.number))
-        elif verb == _Verb.OPENED:
+        if verb == _Verb.OFFER:
+            if self.loans.probe(Descriptor(*_DESCRIPTOR.unpack_from(body, _NOTE.size))):
+                self._post(member, _NOTE.pack(_Verb.ACCEPT, number))
+            self._post(member, _NOTE.pack(_Verb.RETURN, number))
+            self._offer(member)
+        elif verb == _Verb.ACCEPT:
+            self._accepted.add(member)
             with self._lock:
-                self.pool.opened(number, member)
+                self._end_wait(member)
+        elif verb == _Verb.CLOSED:
+            self.loans.forget(member, number)
+        elif verb == _Verb.ASK:
+            way, ways = _WAY.unpack_from(body, _NOTE.size)
+            latest, seen = self._asking.get(member, (0, set()))
+            if number > latest:
+                latest, seen = self._asking[member] = number, set()
+            if number == latest:
+                seen.add(way)
+                if len(seen) == ways:  # all that came before is open
+                    self._post(member, _NOTE.pack(_Verb.OPEN, number))
+        elif verb == _Verb.OPEN:
+            with self._lock:
+                if self._asked.get(member) == number:
+                    self._asked[member] = 0
         elif verb in (_Verb.RETURN, _Verb.KEEP):
             with self._lock:
                 end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
                 end(number, member)
+                self._end_wait(member)  # it has replied, and not accepted
         else:
             raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
@@ -316,10 +395,13 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
-        self._shares.pop(member, None)
+        self._accepted.discard(member)
         with self._lock:
             self.pool.retire_lent_to(member)
             self._to_return.pop(member, None)
+            self._asked.pop(member, None)
+            self._end_wait(member)
+        self._asking.pop(member, None)
         self.loans.forget(member)
 
     @override
@@ -334,19 +416,29 @@ class SharedMemoryService(Service, MessageHooks):
         that is not opened is freed when this worker exits, and its message would be lost.
         """
         with self._lock:
-            unopened = self.pool.unopened()
-            to_ask = [(member, each) for member, each in unopened if each.opened is None]
-            for _, segment in to_ask:
-                segment.opened = False
-        for member, segment in to_ask:
-            body = _NOTE.pack(_Verb.OPEN, segment.number)
-            self._post(member, body + _DESCRIPTOR.pack(*self._descriptor(segment)))
-        return not unopened
+            borrowers = self.pool.borrowers - self.agent.membership.lost
+            to_ask = {member: next(self._questions) for member in borrowers - self._asked.keys()}
+            self._asked.update(to_ask)
+            opened = not any(self._asked[member] for member in borrowers)
+        for member, number in to_ask.items():
+            # Not here: another thread may be copying a large message into the mailbox.
+            self.agent.completions.submit(partial(self._ask, member, number))
+        return opened
+
+    def _ask(self, member: MemberId, number: int) -> None:
+        def first_frame(way: int, ways: int, _: int) -> bytes:
+            body = _NOTE.pack(_Verb.ASK, number) + _WAY.pack(way, ways)
+            return Message(Kind.SEGMENT, body=body).first_frame()
+
+        self.agent.outbox.post_each_way(member, first_frame)
 
     @override
     def close(self) -> None:
+        self._closed = True
         with self._lock:
             self.pool.close()
+            for member in list(self._awaited):
+                self._end_wait(member)
         self.loans.close()
 
     def _post(self, member: MemberId, body: bytes) -> None:
@@ -368,4 +460,5 @@ def _window(buffer: Any) -> Any:
     return buffer if isinstance(buffer, ctypes.Array) else None
 
 
-os.register_at_fork(before=SharedMemoryService._before_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=SharedMemoryService._before_fork)
