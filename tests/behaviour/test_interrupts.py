@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -13,6 +14,7 @@ import torch
 
 from tests.support.agents import join_all
 from tests.support.gates import Gate
+from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.support.watched import Watched
@@ -122,6 +124,28 @@ def test_an_interrupted_call_is_cancelled(agents: Any) -> None:
         assert watched.await_end() == [True]
         assert not stats().calls_in_flight
         sync_call(2)
+    shut_down(agents)
+
+
+def test_a_call_whose_future_ctrl_c_keeps_from_the_program_is_cancelled(
+    agents: Any, gate: Gate
+) -> None:
+    """Also if Ctrl-C comes while handlers are held back, and so is raised at the end."""
+
+    def run(number: int) -> None:
+        futures, before = [], stats().calls_in_flight
+        with at_step(number, interrupt) as steps, contextlib.suppress(KeyboardInterrupt):
+            futures.append(rpc_async("worker1", gate.wait_inside, timeout=0))
+        for future in futures:
+            future.cancel()
+        if not steps.place.endswith("in rpc_async"):  # which has the future, and is about to return
+            assert stats().calls_in_flight == before, steps.place
+
+    with agents[0].as_current():
+        sync_call(1)
+        for number in some_steps(lambda: run(0)):
+            run(number)
+    gate.open()
     shut_down(agents)
 
 

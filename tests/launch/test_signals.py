@@ -246,6 +246,17 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     assert launched.stop()[0] == 143
 
 
+def test_a_signal_that_comes_while_a_launch_is_suspended_stops_it_as_it_goes_on(
+    waiting: Start,
+) -> None:
+    launched = waiting(nprocs=2, popen={"process_group": 0})
+    launched.process.send_signal(signal.SIGTSTP)
+    os.waitpid(launched.process.pid, os.WUNTRACED)
+    for number in (signal.SIGTERM, signal.SIGCONT):  # what a shell's `kill` sends to a job
+        launched.process.send_signal(number)
+    assert launched.finish()[0] == 143
+
+
 def test_without_a_shell_that_could_continue_it_a_launch_is_not_suspended(waiting: Start) -> None:
     before = "signal.signal(signal.SIGCONT, show)"
     launched = waiting(before, popen={"start_new_session": True})

@@ -373,6 +373,10 @@ def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
         assert not reaches(port, QUIET)
         curves[0].admit(1, peer_keys(keys)[1])
         assert reaches(port, SOON)
+        curves[0].admit(1, PeerKey(KeyPair.new().public, peer_keys(keys)[1].identity))
+        assert not reaches(port, QUIET)  # another key takes the place of a peer's
+        curves[0].admit(1, peer_keys(keys)[1])
+        assert reaches(port, SOON)
         curves[0].dismiss(1)
         assert not reaches(port, QUIET)
     curves[0].close()

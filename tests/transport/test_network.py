@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import zmq
 
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from tests.transport.arrivals import received
 from zrpc.transport.address import private_directories
+from zrpc.transport.curve import Curve, KeyPair
 from zrpc.transport.inbox import Inbox
 from zrpc.transport.network import Network
 
@@ -232,3 +234,11 @@ def test_a_network_that_cannot_be_made_leaves_nothing(
     with pytest.raises(zmq.ZMQError):
         Network(b"z0", 0, 2, ipc=True)
     assert (sorted(os.listdir("/proc/self/fd"), key=int), private_directories()) == before
+
+
+def test_a_worker_that_cant_listen_can_try_again_with_other_keys_and_close() -> None:
+    network = Network(b"z0", 0, 2, ipc=True)
+    for _ in range(2):
+        with pytest.raises(zmq.ZMQError):
+            network.listen_tcp("203.0.113.1", Curve(KeyPair.new()))
+    assert start_all([lambda: network.close(0, ())], SOON)() == [None]

@@ -214,20 +214,21 @@ class Caller:
         self._begin(call, message, follow)
 
     def _begin(self, call: PendingCall, message: Message, follow: Callable[[], T]) -> T:
-        """Submits a call that this thread does not wait for; returns what ``follow()`` does."""
+        """Submits a call that no thread waits for yet; returns what ``follow()`` does."""
         try:
             try:
-                result = follow()
-                self._submit(call, message)
+                try:
+                    result = follow()
+                    self._submit(call, message)
+                finally:
+                    release_interrupts()
             finally:
-                release_interrupts()
+                if call.observation is not None:
+                    call.observation.end()
             return result
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
             call.cancel()
             raise
-        finally:
-            if call.observation is not None:
-                call.observation.end()
 
     def _pack(
         self,
