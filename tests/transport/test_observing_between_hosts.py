@@ -89,7 +89,7 @@ def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
         "the end of its heartbeats",
         within=SOON,
     )
-    stopped = top(0.5)["w1"]
+    stopped = top(2.0)["w1"]
     assert stopped["state"] in ("no answer", "lost")
     assert stopped["calls_in"] is None
     assert stopped["why"]
