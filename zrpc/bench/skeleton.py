@@ -201,7 +201,7 @@ class _End:
 @contextlib.contextmanager
 def start_peer() -> Iterator[_End]:
     """Forks a process that serves calls; gives the end that calls it."""
-    fd = os.memfd_create("zrpc-bench-skeleton")
+    fd = os.memfd_create("skeleton-of-a-call")
     os.ftruncate(fd, 2 * _HALF_BYTES)
     _Memory.shared = mmap.mmap(fd, 2 * _HALF_BYTES)
     os.close(fd)
