@@ -92,7 +92,8 @@ class RRefService(Service, MessageHooks):
         self.lock = UninterruptedLock()
         self.references = References(self.member)
         self.values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
-        self._freed: deque[RRefId] = deque(maxlen=_FREED_REMEMBERED)
+        # Each as one number: objects would take the collector's time.
+        self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
         self._closed = False
 
     @override
@@ -295,7 +296,7 @@ class RRefService(Service, MessageHooks):
         creator = rref_id.created_on
         with self.lock:
             gone = creator == self.member or creator in self.agent.membership.lost
-            gone = gone or rref_id in self._freed
+            gone = gone or _number(rref_id) in self._freed
             if rref_id in self.values or not gone:
                 return self.values[rref_id]
         value = OwnedValue()
@@ -313,7 +314,7 @@ class RRefService(Service, MessageHooks):
             unmade = [self.values[rref_id] for rref_id in references.unmade]
             references.unmade.clear()
             freed = [self.values.pop(rref_id, None) for rref_id in references.freed]
-            self._freed.extend(references.freed)
+            self._freed.extend(map(_number, references.freed))
             references.freed.clear()
         for value in unmade:
             value.set(
@@ -339,3 +340,7 @@ class RRefService(Service, MessageHooks):
             for start in range(0, len(messages), _MAX_BATCH_LENGTH):
                 body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
                 self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
+
+
+def _number(rref_id: RRefId) -> int:
+    return rref_id.created_on << 64 | rref_id.local_id
