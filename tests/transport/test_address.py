@@ -21,7 +21,6 @@ from zrpc.errors import AuthenticationError, RpcError
 from zrpc.transport import address
 from zrpc.transport.address import (
     PrivateDirectory,
-    can_share_descriptors,
     host_key,
     interface_towards,
     is_alive,
@@ -137,19 +136,6 @@ def test_a_stopped_worker_is_alive(parent: Path) -> None:
         child.send_signal(signal.SIGCONT)
         child.stdin.close()
         child.wait(SOON)
-
-
-@pytest.mark.system
-@pytest.mark.skipif(os.getuid() != 0, reason="needs root")
-@pytest.mark.parametrize("other", ["pid namespace", "rights", "none"])
-def test_which_processes_can_open_each_others_descriptors(parent: Path, other: str) -> None:
-    starts = {"pid namespace": ["unshare", "-pf"], "rights": ["setpriv", "--bounding-set=-kill"]}
-    child, path = start_child(starts.get(other, []))
-    with child:
-        assert can_share_descriptors(path) is (other == "none")
-        child.stdin.close()
-        child.wait(SOON)
-    assert not can_share_descriptors(path)
 
 
 @pytest.mark.system

@@ -9,7 +9,6 @@ of a killed worker can be recognized and removed.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import functools
 import os
@@ -28,7 +27,6 @@ from zrpc.errors import AuthenticationError, RpcError
 __all__ = [
     "DIRECT",
     "PrivateDirectory",
-    "can_share_descriptors",
     "check_private",
     "host_key",
     "interface_towards",
@@ -43,9 +41,6 @@ DIRECT = "direct"
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"
-# A link to the descriptor of the lock, by the worker's process.
-_HELD = "held"
-_PR_GET_DUMPABLE = 3
 # A directory without a lock belongs to a worker that is starting, or was killed while starting.
 _START_SECONDS = 60
 # sun_path holds 108 bytes, with the final zero.
@@ -154,7 +149,6 @@ class PrivateDirectory:
         # dead worker.
         new = self.path / "new"
         self._lock_fd = os.open(new, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        (self.path / _HELD).symlink_to(f"/proc/{os.getpid()}/fd/{self._lock_fd}")
         fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
         new.rename(self.path / _LOCK)
         self._open.add(self)
@@ -226,31 +220,6 @@ def is_alive(directory: Path) -> bool:
     finally:
         os.close(fd)
     return False
-
-
-def can_share_descriptors(directory: Path) -> bool:
-    """Returns whether this process and a worker of this host can open each other's descriptors.
-
-    They can if this one finds the descriptor of the other's lock in ``/proc``, both have the same
-    rights, and this process hides nothing (`prctl(2)`).
-
-    Args:
-        directory: the worker's private directory.
-    """
-    try:
-        held = (directory / _HELD).readlink()
-        if not held.samefile(directory / _LOCK):
-            return False
-        hides_nothing: bool = ctypes.CDLL(None).prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0) == 1
-        return hides_nothing and _rights(held.parents[1]) == _rights(Path("/proc/self"))
-    except OSError:
-        return False
-
-
-def _rights(process: Path) -> list[str]:
-    """Returns what the system compares before one process may open a descriptor of another."""
-    status = (process / "status").read_text().splitlines()
-    return [line for line in status if line.startswith(("Uid", "Gid", "Cap"))]
 
 
 def check_private(path: Path) -> None:
