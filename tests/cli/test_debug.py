@@ -80,6 +80,8 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
         "2",
         script=BEGIN
         + """
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first that exits stops the other
     rpc.barrier()
     here = f"script of {rank}"
     raise ValueError(here)

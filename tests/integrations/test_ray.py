@@ -17,6 +17,7 @@ import torch
 import zrpc
 from tests.support.waiting import until
 from zrpc import autograd
+from zrpc.agent.current import set_default_agent
 from zrpc.testing.procfs import state_of
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
@@ -42,6 +43,7 @@ def cluster() -> Iterator[None]:
     ray.init(num_cpus=4, object_store_memory=80e6, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
+    set_default_agent(None)  # of the driver, which is this process: log records name it
 
 
 @pytest.fixture

@@ -276,7 +276,7 @@ def test_an_interrupt_as_a_process_is_started_leaves_none(
         monkeypatch.setattr(threading.Thread, "start", start_thread)
     with pytest.raises(KeyboardInterrupt), local_mesh(2, processes=True):
         pass
-    until(lambda: children(server.pid) == before, "no worker is left")
+    until(lambda: {*children(server.pid)} <= {*before}, "no worker is left")
 
 
 @pytest.mark.parametrize("outcome", [pytest.skip, pytest.fail, pytest.exit])

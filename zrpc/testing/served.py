@@ -40,7 +40,9 @@ def start_serving(
             pid = starter.spawn(task(fd), stdout=stdout, stderr=stderr, pass_fds=[fd])
         finally:
             os.close(fd)
-        return pid, Connection(ours.detach())
+        connection = Connection(ours.fileno())
+        ours.detach()  # not before: if this is interrupted, the process sees that its peer is gone
+        return pid, connection
 
 
 def serve(fd: int, reply: Callable[..., bytes]) -> None:
