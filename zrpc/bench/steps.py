@@ -1,7 +1,8 @@
 """Workloads: the steps of one call, counted as what its thread enters and executes of zrpc.
 
 What less than half of the calls do is left out, such as the work of each tenth of a second. If
-calls do something differently often, the least counts. So polls after the first don't.
+calls do something differently often, the least counts. Polling is left out: how often a thread
+polls depends on the other process.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _COUNTED_CALLS = 200
 _TRIES = 20
 _ROOT = os.path.dirname(zrpc.__file__)
 _OWN = os.path.dirname(__file__)
+_POLLING = {"Poller.poll", "WantedCore.polled"}
 
 # By module and function: how often it was entered, or how many of its lines were executed.
 Counts = Counter[tuple[str, str]]
@@ -127,5 +129,6 @@ def _note(frame: FrameType) -> None:
 
 
 def _is_ours(frame: FrameType) -> bool:
-    path = frame.f_code.co_filename
-    return path.startswith(_ROOT) and not path.startswith(_OWN)
+    code = frame.f_code
+    inside = code.co_filename.startswith(_ROOT) and not code.co_filename.startswith(_OWN)
+    return inside and code.co_qualname not in _POLLING
