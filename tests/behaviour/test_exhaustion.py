@@ -269,7 +269,7 @@ def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -
 
 
 def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], gate: Gate) -> None:
-    """It fails where it is made; others in flight do not, nor do references leak."""
+    """Its caller gets the error. Others in flight don't fail, and no reference leaks."""
     with mesh.agent(1).as_current():
         other = rpc.rpc_async(1, gate.wait_inside, ("done",))
         rref = rpc.RRef(1)

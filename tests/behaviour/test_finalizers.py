@@ -56,7 +56,7 @@ def in_a_turn(agent: Agent) -> None:
 
 
 class Collects:
-    """A value that collects where it is unpickled."""
+    """A value that runs the collector when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return gc.collect, ()

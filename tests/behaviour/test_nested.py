@@ -48,7 +48,7 @@ def by_wait_all(depth: int) -> int:
 
 
 def by_event(depth: int) -> int:
-    """Waits for something of threading's, where nobody sees it."""
+    """Waits for something of threading's, which zrpc does not notice."""
     if depth == 0:
         return 0
     came = threading.Event()

@@ -74,7 +74,7 @@ def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scri
 
 
 def test_failures_are_printed_once(programs: Programs) -> None:
-    """Where no logging is set up: by the callee, and by a caller that has not waited."""
+    """Without logging set up: by the callee, and by a caller that has not waited."""
     ended = programs.run(
         HEAD
         + """
