@@ -34,7 +34,7 @@ def solo(work: Any) -> SoloShutdown:
 
 def test_it_waits_for_silence(clock: Any) -> None:
     leaving = solo(set)
-    assert not leaving.in_progress
+    assert leaving.phase is Phase.RUNNING
     leaving.begin()
     assert leaving.asked
     leaving.idle(3, 5)

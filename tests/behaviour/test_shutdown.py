@@ -201,7 +201,7 @@ def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
         assert call.cancel()  # its handler goes on
         last = end(mesh, 1)
         shutdown = agent.graceful_shutdown
-        until(lambda: shutdown.in_progress)  # worker1 has joined it
+        until(lambda: shutdown.phase)  # worker1 has joined it
         with pytest.raises(rpc.RpcTimeoutError, match=r"in progress on ranks \[1\]"):
             end(mesh, 0, timeout=1).result(SOON)
     last.result(SOON)

@@ -10,15 +10,16 @@ from zrpc.errors import NotInitializedError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 MANY = 2000
 
 
 def while_a_handler_runs(hops: int) -> LastCalls:
-    requests = PendingRequests()
+    requests = PendingRequests({MemberId(1): WorkerInfo("worker1", 1)})
     request = Message(Kind.CALL, 1, 0.0, b"body", sender=1, attachments={Tag.HOPS: hops})
-    requests.accept(request, WorkerInfo("worker1", 1))
+    requests.accept(request)
     return LastCalls(requests, HandlerPool(1, "callbacks"), 60)
 
 

@@ -339,5 +339,4 @@ class Agent:
                 agent.network.abandon()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=Agent._after_fork)
+os.register_at_fork(after_in_child=Agent._after_fork)

@@ -94,5 +94,4 @@ def _forget_in_child() -> None:
     _current.set(None)  # type: ignore[arg-type]
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
+os.register_at_fork(after_in_child=_forget_in_child)

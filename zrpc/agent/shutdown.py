@@ -110,11 +110,6 @@ class Shutdown:
         self._openers = [self._gate.release]  # taken by the thread that opens the gate
 
     @property
-    def in_progress(self) -> bool:
-        """Whether a shutdown has begun, here or, if all leave together, anywhere."""
-        return self.phase > Phase.RUNNING
-
-    @property
     def waits_long_for_all(self) -> bool:
         """Whether this worker leads, and has waited for the others; each of them must answer."""
         return self._termination.waits_for_all and time.monotonic() > self._monitor_at

@@ -11,7 +11,6 @@ from time import monotonic
 from typing import Any
 
 from zrpc.calls.call_counters import HandlerCount, Table
-from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
 from zrpc.calls.function_names import name_of_function
@@ -74,7 +73,7 @@ class Callee:
         self._loop = loop
         self._run = run
         self._on_failure = on_failure
-        self.requests = PendingRequests()
+        self.requests = PendingRequests(membership.infos)
         self.counts = Table(HandlerCount)
         self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
@@ -104,9 +103,7 @@ class Callee:
         self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
     ) -> None:
         """Runs a function for a request in the pool; see `Execution`."""
-        scope = request.scope or self.requests.accept(
-            request, self._membership.infos[request.sender]
-        )
+        scope = request.scope or self.requests.accept(request)
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
         tags = request.attachments or ()
@@ -131,10 +128,6 @@ class Callee:
         within = ExecutionWithin(request, sink, resolve, self._loop, self._run)
         within.within = [partial(enter, request) for enter in scopes]
         return within
-
-    def accept(self, request: Message) -> CancelScope:
-        """Enters a request that must be answered: until then this worker is not idle."""
-        return self.requests.accept(request, self._membership.infos[request.sender])
 
     def defer(self, request: Message) -> None:
         """Notes that a request's function has returned a future."""

@@ -1,9 +1,9 @@
 """The caller's side of a worker: a call from its function's arguments to its answer's value.
 
 `Caller.call` reads from top to bottom: pack, submit, wait, decode. To submit a call is to enter it
-into the table of calls in flight, to wait until there is room for it, and to send it. All of it
-runs in the thread that calls, and so does the receiving of the answer, if no other thread receives.
-From the end of the packing to the wait, that thread has signal handlers held back.
+into the table of calls in flight, to wait there for room, and to send it. All runs in the thread
+that calls, also the receiving of the answer, if no other thread receives. From the end of the
+packing to the wait, that thread has signal handlers held back.
 """
 
 from __future__ import annotations
@@ -63,8 +63,7 @@ __all__ = ["Caller", "Receiver"]
 T = TypeVar("T")
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
-_QUEUED, _SENDING = State.QUEUED, State.SENDING
-_REMOTE, _ERROR = Kind.REMOTE, Kind.ERROR
+_QUEUED, _SENDING, _REMOTE, _ERROR = State.QUEUED, State.SENDING, Kind.REMOTE, Kind.ERROR
 
 
 class Receiver(NextTurn, Protocol):

@@ -9,6 +9,7 @@ handler has returned a future that is not done, the request no longer counts as 
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from time import monotonic
 
 from zrpc.calls.cancel_scope import CancelScope
@@ -28,9 +29,14 @@ _Key = tuple[MemberId, int]
 
 
 class PendingRequests:
-    """The table of pending requests. Any thread may call its methods."""
+    """The table of pending requests. Any thread may call its methods.
 
-    def __init__(self) -> None:
+    Args:
+        infos: the members that may call.
+    """
+
+    def __init__(self, infos: Mapping[MemberId, WorkerInfo]) -> None:
+        self._infos = infos
         # Single operations on the dicts are atomic.
         self._requests: dict[_Key, Message] = {}
         self._early_cancels: dict[_Key, None] = {}
@@ -53,10 +59,16 @@ class PendingRequests:
         """Returns whether a request is here and not answered."""
         return (sender, call_id) in self._requests
 
-    def accept(self, request: Message, caller: WorkerInfo) -> CancelScope:
-        """Enters a request; returns its scope, cancelled already if the cancellation came first."""
+    def accept(self, request: Message) -> CancelScope:
+        """Enters a request that must be answered: until then this worker is not idle.
+
+        Returns:
+            Its scope, cancelled already if the cancellation came first.
+        """
         key = (request.sender, request.call_id)
-        scope = CancelScope(caller, request.deadline, request.kind not in DROPPABLE)
+        scope = CancelScope(
+            self._infos[request.sender], request.deadline, request.kind not in DROPPABLE
+        )
         scope.call_id = request.call_id
         if request.attachments:
             scope.hops = request.attachments.get(Tag.HOPS, 0)

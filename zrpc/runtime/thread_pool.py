@@ -119,24 +119,20 @@ def pass_gate(
     if garbage_collector.ident:
         garbage_collector.check_wait()
     pool = current_pool()
-    if pool is None:
-        if receive is not None:
-            with uninterrupted:
-                receive(gate, timeout)
-        return not gate.locked() or pass_interruptibly(gate, timeout)
-    pool._block()
+    if pool is not None:
+        pool._block()
     try:
         if receive is not None:
             with uninterrupted:
                 receive(gate, timeout)
             if not gate.locked():
                 return True
-        owner: ThreadOwner | None = getattr(_thread, "owner", None)
-        if owner is not None:
-            owner.give_way()
+        if pool is not None:
+            _give_way()
         return pass_interruptibly(gate, timeout)
     finally:
-        pool._unblock()
+        if pool is not None:
+            pool._unblock()
 
 
 @contextlib.contextmanager
@@ -148,12 +144,16 @@ def waiting() -> Iterator[None]:
         return
     pool._block()
     try:
-        owner: ThreadOwner | None = getattr(_thread, "owner", None)
-        if owner is not None:
-            owner.give_way()
+        _give_way()
         yield
     finally:
         pool._unblock()
+
+
+def _give_way() -> None:
+    owner: ThreadOwner | None = getattr(_thread, "owner", None)
+    if owner is not None:
+        owner.give_way()
 
 
 class HandlerPool:

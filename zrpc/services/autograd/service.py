@@ -115,7 +115,7 @@ class AutogradService(Service, BackwardOfValue):
         self._running.pop(part.pass_id, None)
 
     def _on_dependencies(self, request: Message) -> None:
-        self.agent.callee.accept(request)
+        self.agent.callee.requests.accept(request)
         self.agent.pool.submit(RequestJob(request, self._answer_dependencies))
 
     def _answer_dependencies(self, request: Message) -> None:
@@ -136,7 +136,7 @@ class AutogradService(Service, BackwardOfValue):
         return state
 
     def _on_backward(self, request: Message) -> None:
-        self.agent.callee.accept(request)
+        self.agent.callee.requests.accept(request)
         self.agent.receiver.run(RequestJob(request, self._take_part))
 
     def _take_part(self, request: Message) -> None:

@@ -167,7 +167,7 @@ class RRefService(Service, MessageHooks):
 
     def _on_fetch(self, request: Message) -> None:
         value = self._find_value(*request.attachment(Tag.SUBJECT))
-        scope = self.agent.callee.accept(request)
+        scope = self.agent.callee.requests.accept(request)
         answer = RequestJob(request, partial(self._answer_fetch, value))
         value.when_ready(partial(self.agent.receiver.run, answer), scope)
 
@@ -186,7 +186,7 @@ class RRefService(Service, MessageHooks):
         self._run_method(request, value, self.agent.callee)
 
     def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
-        scope = self.agent.callee.accept(request)
+        scope = self.agent.callee.requests.accept(request)
         resolve = partial(self._resolve_method, request, value)
         # No thread waits for a value that is still to be made.
         value.when_ready(partial(self.agent.callee.execute, request, sink, resolve), scope)

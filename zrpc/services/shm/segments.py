@@ -21,7 +21,7 @@ from typing import Any
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Segment", "SegmentPool", "supports_segments"]
+__all__ = ["Segment", "SegmentPool", "array_of", "supports_segments"]
 
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
@@ -37,6 +37,13 @@ _MADV_POPULATE_WRITE = 23
 def supports_segments() -> bool:
     """Returns whether this system has memfds that a peer can open."""
     return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
+
+def array_of(buffer: Any) -> Any:
+    """Returns a buffer as a ctypes array, or None if its address can't be had."""
+    if isinstance(buffer, memoryview) and not buffer.readonly:
+        return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
+    return buffer if isinstance(buffer, ctypes.Array) else None
 
 
 class Segment:

@@ -37,7 +37,7 @@ from zrpc.errors import ProtocolError
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.borrowed import Descriptor, Loan, Loans
-from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
+from zrpc.services.shm.segments import Segment, SegmentPool, array_of, supports_segments
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -181,7 +181,7 @@ class SharedMemoryService(Service, MessageHooks):
             self._sort_ended()
             notes = self._to_return.get(member, [])
             returned = [number for verb, number in notes if verb is _Verb.RETURN]
-            if returned:  # `_return_loans` sends the others
+            if returned:  # `_send_notes` sends the others
                 self._to_return[member] = [note for note in notes if note[0] is _Verb.KEEP]
         if returned:
             data = b"".join(map(_NUMBER.pack, returned))
@@ -194,8 +194,8 @@ class SharedMemoryService(Service, MessageHooks):
             self._to_return.setdefault(loan.owner, []).append((verb, loan.number))
 
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
-        windows = [(i, w) for i, b in enumerate(message.buffers) if (w := _window(b)) is not None]
-        sizes = [ctypes.sizeof(window) for _, window in windows]
+        arrays = [(i, a) for i, b in enumerate(message.buffers) if (a := array_of(b)) is not None]
+        sizes = [ctypes.sizeof(array) for _, array in arrays]
         if sum(sizes) < LEAST_BYTES or not self.agent.membership.reaches_by_ipc(member):
             return
         if member not in self._accepted:
@@ -209,8 +209,8 @@ class SharedMemoryService(Service, MessageHooks):
         places = []
         descriptor = self._descriptor(segment)
         try:
-            for (index, window), offset, size in zip(windows, offsets, sizes, strict=True):
-                segment.write(offset, window)
+            for (index, array), offset, size in zip(arrays, offsets, sizes, strict=True):
+                segment.write(offset, array)
                 places.append(_PLACE.pack(index, offset, size))
         except BaseException as error:
             with self._lock:
@@ -223,7 +223,7 @@ class SharedMemoryService(Service, MessageHooks):
                 self.sent_bytes += sum(sizes) if there else 0
         if not there:
             return  # there was no memory, the peer was lost, or this service is closed
-        moved = {index for index, _ in windows}
+        moved = {index for index, _ in arrays}
         message.buffers = [b for i, b in enumerate(message.buffers) if i not in moved]
         data = _DESCRIPTOR.pack(*descriptor) + b"".join(places)
         message.extensions = [*message.extensions, (Tag.SHARED, data)]
@@ -362,28 +362,20 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        return [
-            (self.loans.ended, self._return_loans),
-            (self._to_return, self._return_loans),
-            (self.pool.retired, self._report_retired),
-        ]
+        containers = self.loans.ended, self._to_return, self.pool.retired
+        return [(each, self._send_notes) for each in containers]
 
-    def _return_loans(self) -> None:
+    def _send_notes(self) -> None:
+        """Returns what is no longer used here, and says which segments are used no more."""
         with self._lock:
             self._sort_ended()
-            ended = self._to_return.copy()
+            due = [(owner, note) for owner, notes in self._to_return.items() for note in notes]
+            for segment in self.pool.retired:
+                due += [(member, (_Verb.CLOSED, segment.number)) for member in segment.known_to]
             self._to_return.clear()
-        for owner, notes in ended.items():
-            for note in notes:
-                self._post(owner, _NOTE.pack(*note))
-
-    def _report_retired(self) -> None:
-        with self._lock:
-            retired = self.pool.retired.copy()
             self.pool.retired.clear()
-        for segment in retired:
-            for member in segment.known_to:
-                self._post(member, _NOTE.pack(_Verb.CLOSED, segment.number))
+        for member, note in due:
+            self._post(member, _NOTE.pack(*note))
 
     @override
     def tick(self) -> None:
@@ -453,12 +445,4 @@ class SharedMemoryService(Service, MessageHooks):
                     each.callback(service.loans.keep_all)
 
 
-def _window(buffer: Any) -> Any:
-    """Returns a buffer as a ctypes array, or None if its address can't be had."""
-    if isinstance(buffer, memoryview) and not buffer.readonly:
-        return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
-    return buffer if isinstance(buffer, ctypes.Array) else None
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=SharedMemoryService._before_fork)
+os.register_at_fork(before=SharedMemoryService._before_fork)
