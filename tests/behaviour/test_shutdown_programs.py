@@ -10,7 +10,7 @@ Succeed = Callable[..., list[str]]
 
 
 HEAD = """
-import os, sys, threading, time
+import os, signal, sys, threading, time
 import torch
 import zrpc as rpc
 
@@ -72,7 +72,12 @@ def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
     """Neither from the main thread nor from a handler; and its end disturbs nobody."""
     succeed(
         """
+import threading
+
+prepared = threading.Event()  # a handler may run before this program goes on
+
 def fork():
+    assert prepared.wait(20)
     pid = os.fork()
     if pid == 0:
         signal.alarm(20)  # kills the child if it waits
@@ -93,8 +98,6 @@ def fork():
 """
         + HEAD
         + """
-import signal
-
 rref = rpc.remote(f"w{1 - rank}", dict, kwargs={"a": 1})
 assert rref.to_here() == {"a": 1}
 USES = [
@@ -106,6 +109,7 @@ USES = [
     lambda: rref.rpc_async().get("a"),
     lambda: rref.remote().get("a"),
 ]
+prepared.set()
 assert fork() == 7, "from the main thread"
 assert rpc.rpc_sync(f"w{1 - rank}", fork, timeout=20) == 7, "from a handler"
 
