@@ -22,7 +22,6 @@ from zrpc.agent.shutdown import Shutdown
 from zrpc.calls.pending_call import NEVER
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.adaptive_spin import AdaptiveSpin
 from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
@@ -64,10 +63,6 @@ class Receiver:
         self._completions = completions
         self._shutdown = shutdown
         self._threads = LeaderFollower(context, f"zrpc-{worker.name}-io", self._lead, network.wake)
-        # For the leader, from all messages; for a thread that receives in its place, from the
-        # answers that it waits for.
-        self._leader_spin = AdaptiveSpin()
-        self._waiter_spin = AdaptiveSpin()
         self._next_tick = 0.0
         # Whether a handler must run after the present turn, in its thread.
         self._handler_taken = False
@@ -127,18 +122,15 @@ class Receiver:
             own_calls: the number of calls in flight whose answers this thread will soon wait for.
                 The I/O thread may go on resting meanwhile. None if the gate is that of a call.
         """
-        begun = now = time.monotonic()
+        begun = time.monotonic()
         self._awaited, self._awaited_since = gate if own_calls is None else None, begun
         if self._threads.receiving or not self._threads.sit():
             return
         self._awaited = None  # this thread receives it itself
         end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
-        awake = begun + self._waiter_spin.seconds
         try:
-            while gate.locked() and now < end:
-                self._turn(end, awake - now)
-                now = time.monotonic()
-            self._waiter_spin.waited(now - begun)
+            while gate.locked() and time.monotonic() < end:
+                self._turn(end)
         finally:
             self._threads.leave()
         others = len(self._in_flight)
@@ -182,7 +174,7 @@ class Receiver:
         If the answer has come that a thread waits for, and no other call is in flight, it lets that
         thread receive the next one: that is likely if it received the last one, soon.
         """
-        self._turn(NEVER, self._leader_spin.seconds)
+        self._turn(NEVER)
         gate = self._awaited
         if gate is not None and not gate.locked():
             self._awaited = None
@@ -190,7 +182,7 @@ class Receiver:
             if fresh and not self._in_flight and not self._network.at_hand:
                 self._threads.rest(self._next_tick)
 
-    def _turn(self, until: float, spin: float) -> None:
+    def _turn(self, until: float) -> None:
         """Waits for a message until a time at most, and does what is due.
 
         In one thread at a time: the leading I/O thread, or a thread that receives in its place.
@@ -198,26 +190,20 @@ class Receiver:
         a quick handler must run after this one.
         """
         try:
-            begun = time.monotonic()
-            wait = min(self._next_tick, self._calls.earliest, until) - begun
+            wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
             self._handler_taken = False
-            if self._unfinished:
-                spin = 0.0  # the next chunk's way through the system is better off with the core
-            received = self._network.receive(max(0.0, wait), spin)
-            now = time.monotonic()
-            self._leader_spin.waited(now - begun)
-            at_hand, count = self._network.at_hand, 0
-            while received is not None:
+            # The next chunk's way through the system is better off with the core.
+            received = self._network.receive(max(0.0, wait), not self._unfinished)
+            if received is not None:
                 self._dispatch(*received)
-                count += 1
-                if (self._handler_taken and self._pool.times.quick) or count == _MESSAGES_PER_TURN:
-                    break
-                received = at_hand.popleft() if at_hand else None
+                if self._network.at_hand:
+                    self._dispatch_rest()
             if self._errands:
                 self._do_errands()
             for work, do in self._after_turn:
                 if work:
                     do()
+            now = time.monotonic()
             if self._shutdown.phase:
                 self._look(now)
             # Before calls expire: a service may postpone their deadlines.
@@ -229,6 +215,14 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
+
+    def _dispatch_rest(self) -> None:
+        """Deals with the messages that have come with the first one of a turn."""
+        at_hand = self._network.at_hand
+        for _ in range(_MESSAGES_PER_TURN - 1):
+            if not at_hand or (self._handler_taken and self._pool.times.quick):
+                break
+            self._dispatch(*at_hand.popleft())
 
     def _do_errands(self) -> None:
         while self._errands:

@@ -13,7 +13,7 @@ while. The same goes for the interpreter's lock, if another thread of this progr
 
 from __future__ import annotations
 
-__all__ = ["MAX_SPIN_SECONDS", "AdaptiveSpin", "WantedCore"]
+__all__ = ["MAX_SPIN_SECONDS", "AdaptiveSpin"]
 
 # A thread that waits for longer has spent more than a wake-up takes, and sleeps.
 MAX_SPIN_SECONDS = 0.0005
@@ -32,64 +32,50 @@ _SOON_SECONDS = 0.1
 
 
 class AdaptiveSpin:
-    """Chooses the spins of one thread at a time.
-
-    Attributes:
-        seconds: how long to spin before the next sleep.
-
-    Example:
-        >>> spin = AdaptiveSpin()
-        >>> spin.seconds
-        0.0005
-        >>> for _ in range(10):
-        ...     spin.waited(1.0)
-        >>> spin.seconds
-        0.0
-    """
-
-    __slots__ = ("_average_seconds", "seconds")
-
-    def __init__(self) -> None:
-        self._average_seconds = 0.0
-        self.seconds = MAX_SPIN_SECONDS
-
-    def waited(self, seconds: float) -> None:
-        """Records how long a wait took that is now over."""
-        counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
-        average = self._average_seconds + (counted - self._average_seconds) * _WEIGHT_OF_LAST
-        self._average_seconds = average
-        self.seconds = MAX_SPIN_SECONDS if average < MAX_SPIN_SECONDS else 0.0
-
-
-class WantedCore:
-    """Whether others want the core of a thread that polls. For one thread at a time.
+    """Chooses how long a thread polls. For one thread at a time.
 
     Times are in seconds, on any clock.
 
-    Attributes:
-        spin_from: when a thread may poll again.
-
     Example:
-        >>> core = WantedCore()
-        >>> core.polled(begun=1.0, now=1.000002), core.spin_from
-        (True, 0.0)
-        >>> core.polled(begun=1.1, now=1.103), round(core.spin_from, 3)
-        (False, 1.113)
+        >>> spin = AdaptiveSpin()
+        >>> spin.until(now=1.0)
+        1.0005
+        >>> spin.polled(begun=1.0, now=1.000002)  # it may go on
+        True
+        >>> spin.polled(begun=1.1, now=1.103), spin.until(now=1.105)
+        (False, 1.105)
+        >>> spin.until(now=1.2)
+        1.2005
+        >>> for _ in range(10):
+        ...     spin.waited(1.0)
+        >>> spin.until(now=11.0)
+        11.0
     """
 
-    __slots__ = ("_pause_seconds", "spin_from")
+    __slots__ = ("_average_seconds", "_from", "_pause_seconds")
 
     def __init__(self) -> None:
-        self.spin_from = 0.0
+        self._average_seconds = 0.0
+        self._from = 0.0  # no thread polls before this time
         self._pause_seconds = _PAUSE_SECONDS
+
+    def until(self, now: float) -> float:
+        """Returns until when to poll before the next sleep."""
+        soon = self._average_seconds < MAX_SPIN_SECONDS and now >= self._from
+        return now + MAX_SPIN_SECONDS if soon else now
 
     def polled(self, begun: float, now: float) -> bool:
         """Records how long a poll and a yield took; returns whether the thread may go on."""
         if now - begun < _LOST_CORE_SECONDS:
             return True
-        again = begun - self.spin_from < _SOON_SECONDS
+        again = begun - self._from < _SOON_SECONDS
         self._pause_seconds = (
             min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS) if again else _PAUSE_SECONDS
         )
-        self.spin_from = now + self._pause_seconds
+        self._from = now + self._pause_seconds
         return False
+
+    def waited(self, seconds: float) -> None:
+        """Records how long a wait took that is now over."""
+        counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
+        self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import zmq
 
-from zrpc.runtime.adaptive_spin import WantedCore
+from zrpc.runtime.adaptive_spin import AdaptiveSpin
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
@@ -69,7 +69,7 @@ class Inbox:
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
         # socket must be read until it is empty.
         self._unread = True
-        self._core = WantedCore()
+        self._spin = AdaptiveSpin()
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
@@ -119,14 +119,14 @@ class Inbox:
                 return endpoint
         raise zmq.ZMQError(zmq.EADDRINUSE)
 
-    def receive(self, timeout: float, spin: float = 0.0) -> Received | None:
+    def receive(self, timeout: float, spin: bool = False) -> Received | None:
         """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.
 
         Args:
             timeout: seconds, rounded up to milliseconds.
-            spin: seconds to poll before the thread sleeps; may be longer than the timeout. Waking a
-                sleeping thread takes 10 to 20 us if its core sleeps, too. A message of ZeroMQ
-                wakes several threads.
+            spin: whether to poll before the thread sleeps, if messages have been arriving soon; it
+                may take longer than the timeout. Waking a sleeping thread takes 10 to 20 us if its
+                core sleeps, too. A message of ZeroMQ wakes several threads.
 
         Returns:
             The sender's identity, the first frame and the buffers; None if the timeout passed
@@ -135,9 +135,8 @@ class Inbox:
         messages = self.at_hand
         if messages:
             return messages.popleft()
-        poller, now = self.poller, time.perf_counter()
-        awake = now + spin if now >= self._core.spin_from else now
-        deadline = now + timeout
+        begun = now = monotonic()
+        awake = self._spin.until(now) if spin else now
         if self._unread and self._direct is not None:
             self._unread = self._has_unread()
         while True:
@@ -145,21 +144,24 @@ class Inbox:
             if spinning and self._direct is None:
                 self._unread = True  # to ask the socket itself is faster
             else:
-                poller.poll(0 if spinning or self._unread else max(0.0, deadline - now))
+                left = 0 if spinning or self._unread else max(0.0, begun + timeout - now)
+                self.poller.poll(left)
             if self._unread:
                 self._unread = self._has_unread()
-                if self._unread:
-                    # First, or direct connections could keep it waiting without limit.
-                    return self._read_router()
-            if messages:
-                return messages.popleft()
+            if self._unread or messages:
+                break
             if spinning:
                 os.sched_yield()
-            begun, now = now, time.perf_counter()
-            if begun < awake and not self._core.polled(begun, now):
+            polled, now = now, monotonic()
+            if polled < awake and not self._spin.polled(polled, now):
                 awake = now
-            if now >= deadline and now >= awake:
-                return None
+            if now >= begun + timeout and now >= awake:
+                break
+        self._spin.waited(monotonic() - begun)
+        if self._unread:
+            # First, or direct connections could keep it waiting without limit.
+            return self._read_router()
+        return messages.popleft() if messages else None
 
     def _mark_unread(self) -> None:
         self._unread = True
