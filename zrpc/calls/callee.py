@@ -144,7 +144,7 @@ class Callee:
         reply = Message(Kind.RESULT, request.call_id)
         encoder = None
         if value is not None or (request.attachments and self._codec.in_context(request)):
-            encoder = self._codec.encoder(request.sender, request)
+            encoder = self._codec.answer_encoder(request)
         try:
             if encoder is None:
                 reply.body = NONE

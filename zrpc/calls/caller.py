@@ -149,7 +149,7 @@ class Caller:
                 raise
             finally:
                 release_interrupts()
-            return self.decode(call.claim())
+            return self.decode(call.outcome.pop())
         finally:
             if call.observation is not None:
                 call.observation.end()

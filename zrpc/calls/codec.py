@@ -59,17 +59,25 @@ class Codec:
         """Returns whether hooks must see the answer to a request; see `MessageHooks`."""
         return not self._tags.isdisjoint(request.attachments or ())
 
-    def encoder(self, member: MemberId, request: Message | None = None) -> Encoder:
-        """Returns an encoder of a message to a member: of an answer if ``request`` is given."""
-        same_main = self._membership.same_main[member]
-        within = request is not None and self.in_context(request)
-        if request is None:
-            for context in self._contexts:  # not by any(), which takes longer: for each message
-                within = within or context() is not None
-        if not within:
-            return Encoder(self._owner, member, same_main, request)
-        in_graph = torch.is_grad_enabled()
-        return Encoder(self._owner, member, same_main, request, self._finishers, in_graph)
+    def encoder(self, member: MemberId) -> Encoder:
+        """Returns an encoder of a request to a member."""
+        encoder = Encoder(self._owner, member, self._membership.same_main[member])
+        for context in self._contexts:  # not by any(), which takes longer: for each message
+            if context() is not None:
+                self._put_in_context(encoder)
+        return encoder
+
+    def answer_encoder(self, request: Message) -> Encoder:
+        """Returns an encoder of the answer to a request."""
+        member = request.sender
+        encoder = Encoder(self._owner, member, self._membership.same_main[member])
+        encoder.request = request
+        if self.in_context(request):
+            self._put_in_context(encoder)
+        return encoder
+
+    def _put_in_context(self, encoder: Encoder) -> None:
+        encoder.finishers, encoder.in_graph = self._finishers, torch.is_grad_enabled()
 
     def unpack(self, message: Message) -> Any:
         """Returns the object in a message. Runs the sender's code, so never in the I/O thread.

@@ -210,9 +210,10 @@ class PendingCalls:
         for each in ready:
             if each.room is not None:
                 each.room.go()
-        follower, call.follower = call.follower, None  # or the two would keep each other
-        if notify and follower is not None:
-            follower.on_settled(call)
+        if call.follower is not None:
+            follower, call.follower = call.follower, None  # or the two would keep each other
+            if notify:
+                follower.on_settled(call)
         return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:

@@ -63,7 +63,12 @@ class Unpacker:
         Raises:
             ProtocolError: the bytes are not a stream of messages. Those before are in `messages`.
         """
-        rest = self._rest
+        rest, end = self._rest, len(data)
+        if not rest and end >= _HEADER_SIZE:  # the usual case: one message without other frames
+            size, count = _unpack_from(data)
+            if not count and end == _HEADER_SIZE + size:
+                messages.append((bytes(data[_HEADER_SIZE:]), ()))
+                return
         joined = bool(rest)
         if joined:
             rest += data
@@ -74,21 +79,15 @@ class Unpacker:
         self._needed = _HEADER_SIZE
         while end - start >= _HEADER_SIZE:
             size, count = _unpack_from(data, start)
-            at = start + _HEADER_SIZE
-            stop = at + size
-            if not count and stop <= end:
-                messages.append((bytes(data[at:stop]), ()))
-                start = stop
-                continue
+            at = start + _HEADER_SIZE + _SIZE.size * count
             sizes: Sequence[int] = ()
             if count:
                 _check_size(size + _SIZE.size * count)
-                at += _SIZE.size * count
                 if at > end:
                     self._needed = at - start
                     break
                 sizes = struct.unpack_from(f"<{count}I", data, start + _HEADER_SIZE)
-                stop = at + size + sum(sizes)
+            stop = at + size + sum(sizes)
             if stop > end:
                 _check_size(stop - at)
                 self._needed = stop - start
@@ -105,7 +104,7 @@ class Unpacker:
 def _copy_frames(data: memoryview, at: int, size: int, sizes: Sequence[int]) -> Unpacked:
     """Copies the frames that begin at an offset."""
     first = bytes(data[at : at + size])
-    others = []
+    others: list[bytearray] = []
     for each in sizes:
         at += size
         size = each

@@ -140,24 +140,19 @@ def parse(first: Buffer, buffers: Sequence[Any] = (), sender: MemberId = NOBODY)
             f"expected a message of version {VERSION}, found version {version}: "
             "all workers must run the same version of zrpc"
         )
-    table_start = HEADER_SIZE + extensions_size
-    body_start = table_start + table_size
+    body_start = HEADER_SIZE + extensions_size + table_size
     if body_start > size or not 0 <= deadline < _NEVER:
         raise ProtocolError(
             f"the header promises {body_start} bytes or more and a deadline of {deadline} s, "
             f"but the frame has {size} bytes"
         )
     view = memoryview(first)
-    return Message(
-        kind,
-        call_id,
-        deadline,
-        view[body_start:],
-        view[table_start:body_start] if table_size else b"",
-        _parse_extensions(view[HEADER_SIZE:table_start]) if extensions_size else (),
-        buffers,
-        sender,
-    )
+    message = Message(kind, call_id, deadline, view[body_start:], buffers=buffers, sender=sender)
+    if body_start > HEADER_SIZE:
+        table_start = body_start - table_size
+        message.extensions = _parse_extensions(view[HEADER_SIZE:table_start])
+        message.table = view[table_start:body_start]
+    return message
 
 
 def parse_head(first: Buffer, sender: MemberId = NOBODY) -> Message:

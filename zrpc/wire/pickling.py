@@ -169,52 +169,31 @@ class Encoder:
         owner: the agent that packs; reducers of upper rooms compare it.
         destination: the member that the message goes to.
         same_main: whether a name in ``__main__`` means the same at the receiver.
+
+    Attributes:
         request: the request that the message answers; None if it is a request itself.
         finishers: called with this encoder when all tensors of the message are known.
         in_graph: whether tensors that require grad stay part of an autograd graph.
-
-    Attributes:
         to_undo: the actions that undo what reducers have done for the message.
+        extensions: the bytes of each extension, by its tag.
     """
 
-    __slots__ = (
-        "_attributes",
-        "_finishers",
-        "_has_attributes",
-        "_plain",
-        "_tensors",
-        "buffers",
-        "destination",
-        "extensions",
-        "in_graph",
-        "owner",
-        "request",
-        "same_main",
-        "to_undo",
-    )
+    # Defaults on the class: one is made for each message, and few need more than `__init__`.
+    request: Message | None = None
+    finishers: Sequence[Callable[[Encoder], None]] = ()
+    in_graph = False
+    to_undo: list[Callable[[], None]] | None = None
+    extensions: Mapping[int, bytearray] = {}
+    _plain = True
+    _tensors: TensorWriter | None = None
+    _has_attributes = False
+    # Whether an attribute of a tensor can be pickled, by its id. None: they are not looked at.
+    _attributes: dict[int, bool] | None = None
 
-    def __init__(
-        self,
-        owner: object,
-        destination: MemberId,
-        same_main: bool,
-        request: Message | None = None,
-        finishers: Sequence[Callable[[Encoder], None]] = (),
-        in_graph: bool = False,
-    ) -> None:
+    def __init__(self, owner: object, destination: MemberId, same_main: bool) -> None:
         self.owner = owner
         self.destination = destination
         self.same_main = same_main
-        self.request = request
-        self.in_graph = in_graph
-        self._finishers = finishers
-        self.to_undo: list[Callable[[], None]] = []
-        self._plain = True
-        # Whether an attribute of a tensor can be pickled, by its id. None: they are not looked at.
-        self._attributes: dict[int, bool] | None = None
-        self._has_attributes = False
-        self._tensors: TensorWriter | None = None
-        self.extensions: dict[int, bytearray] = {}
         self.buffers: list[Any] = []
 
     @property
@@ -226,10 +205,14 @@ class Encoder:
 
     def extension(self, tag: int) -> bytearray:
         """Returns the bytes of the extension with this tag, for a service to append to."""
-        return self.extensions.setdefault(tag, bytearray())
+        if tag not in self.extensions:
+            self.extensions = {**self.extensions, tag: bytearray()}
+        return self.extensions[tag]
 
     def undo(self, action: Callable[[], None]) -> None:
         """Calls ``action`` if the message is not sent after all."""
+        if self.to_undo is None:
+            self.to_undo = []
         self.to_undo.append(action)
 
     def abort(self) -> None:
@@ -238,7 +221,7 @@ class Encoder:
             with uninterrupted:
                 for action in reversed(self.to_undo):
                     action()
-                self.to_undo.clear()
+                self.to_undo = None
 
     def sendable(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """Returns those attributes of a tensor that can be pickled; warns of the others.
@@ -255,8 +238,9 @@ class Encoder:
         assert found is not None
         if id(value) not in found:
             found[id(value)] = True  # for a value that refers to the tensor
-            trial = Encoder(self.owner, self.destination, self.same_main, self.request)
-            trial.in_graph, trial._attributes = self.in_graph, found
+            trial = Encoder(self.owner, self.destination, self.same_main)
+            trial.request, trial.in_graph = self.request, self.in_graph
+            trial._attributes = found
             try:
                 trial.pack(value, Message(0))
                 trial.abort()
@@ -294,12 +278,8 @@ class Encoder:
                 self._attributes = {}
                 self._start_over()
                 message.body = self._pickle(obj)
-            if self._tensors is not None:
-                self._tensors.group(self.in_graph)
-            for finish in self._finishers:
-                finish(self)
-            if self._tensors is not None:
-                message.table = self._tensors.table(self.buffers)
+            if self._tensors is not None or self.finishers:
+                message.table = self._finish()
         except BaseException:
             self.abort()
             raise
@@ -308,6 +288,14 @@ class Encoder:
         message.buffers = self.buffers
         if self.extensions:
             message.extensions = [(tag, bytes(data)) for tag, data in self.extensions.items()]
+
+    def _finish(self) -> bytes:
+        """Lets the finishers add to the message; returns its tensor table."""
+        if self._tensors is not None:
+            self._tensors.group(self.in_graph)
+        for finish in self.finishers:
+            finish(self)
+        return b"" if self._tensors is None else self._tensors.table(self.buffers)
 
     def _pickle(self, obj: Any) -> bytes:
         try:
@@ -392,8 +380,6 @@ class _BytesEncoder(Encoder):
 
     It asks cloudpickle at once, which may have been told to send a module by value.
     """
-
-    __slots__ = ("_options",)
 
     def __init__(self, same_main: bool, **options: Any) -> None:
         super().__init__(None, NOBODY, same_main)
