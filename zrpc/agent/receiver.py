@@ -124,7 +124,7 @@ class Receiver:
         """
         begun = time.monotonic()
         self._awaited, self._awaited_since = gate if own_calls is None else None, begun
-        if self._threads.receiving or not self._threads.sit():
+        if self._threads.turn_ident or not self._threads.sit():
             return
         self._awaited = None  # this thread receives it itself
         end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))

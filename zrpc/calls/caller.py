@@ -15,9 +15,10 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import zmq
+from typing_extensions import Unpack
 
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
@@ -76,6 +77,20 @@ class Receiver(NextTurn, Protocol):
         """Completes a future that no thread waits for, by a job."""
 
 
+class CallOptions(TypedDict, total=False):
+    """What few calls need.
+
+    Attributes:
+        extension: a tag and bytes that travel outside of the pickle.
+        holds: lives until the call is settled.
+        died: the error if the peer is lost first.
+    """
+
+    extension: tuple[int, bytes] | None
+    holds: Any
+    died: type[WorkerDied]
+
+
 class Caller:
     """Makes the calls of one worker. Any thread may call its methods.
 
@@ -126,20 +141,12 @@ class Caller:
     # -- a call, from top to bottom --------------------------------------------------------
 
     def call(
-        self,
-        to: WorkerInfo,
-        kind: Kind,
-        obj: Any,
-        timeout: float,
-        *,
-        extension: tuple[int, bytes] | None = None,
-        holds: Any = None,
-        died: type[WorkerDied] = WorkerDied,
+        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: float, **options: Unpack[CallOptions]
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
         if garbage_collector.ident and garbage_collector.interrupts_zrpc():
-            return self.call_async(to, kind, obj, timeout, extension=extension, holds=holds).wait()
-        call, message = self._pack(to, kind, obj, timeout, extension, holds, died, waits=True)
+            return self.call_async(to, kind, obj, timeout, **options).wait()
+        call, message = self._pack(to, kind, obj, timeout, waits=True, **options)
         try:
             try:
                 self._submit(call, message)
@@ -155,15 +162,7 @@ class Caller:
                 call.observation.end()
 
     def call_async(
-        self,
-        to: WorkerInfo,
-        kind: Kind,
-        obj: Any,
-        timeout: float,
-        *,
-        extension: tuple[int, bytes] | None = None,
-        holds: Any = None,
-        died: type[WorkerDied] = WorkerDied,
+        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: float, **options: Unpack[CallOptions]
     ) -> Future[Any]:
         """Sends a request and returns a future of the answer's value.
 
@@ -172,18 +171,16 @@ class Caller:
             kind: what kind of request.
             obj: the body, to be pickled.
             timeout: seconds; 0 for no limit, negative for the default.
-            extension: a tag and bytes that travel outside of the pickle.
-            holds: lives until the call is settled.
-            died: the error if the peer is lost first.
+            **options: see `CallOptions`.
 
         Raises:
             SerializationError: ``obj`` can't be pickled.
             NotInitializedError: the agent is closed.
         """
         if garbage_collector.ident and garbage_collector.interrupts_zrpc():
-            go = partial(self.call_async, to, kind, obj, timeout, extension=extension)
-            return call_soon(partial(go, holds=holds, died=died), self._receiver, self._submit_job)
-        call, message = self._pack(to, kind, obj, timeout, extension, holds, died)
+            go = partial(self.call_async, to, kind, obj, timeout, **options)
+            return call_soon(go, self._receiver, self._submit_job)
+        call, message = self._pack(to, kind, obj, timeout, **options)
         return self._begin(call, message, partial(Future.of_call, call, self))
 
     def call_notify(
@@ -192,18 +189,16 @@ class Caller:
         kind: Kind,
         obj: Any,
         timeout: float,
-        extension: tuple[int, bytes],
         follower: Follower,
-        *,
-        holds: Any = None,
         undo: Callable[[], None] | None = None,
+        **options: Unpack[CallOptions],
     ) -> None:
         """Sends a request; ``follower`` is told of the outcome, in the I/O thread or this one.
 
-        ``holds`` lives until the call is settled, and ``undo`` is called if the request is not sent
-        after all, or the callee has read nothing of it; maybe after that.
+        ``undo`` is called if the request is not sent after all, or the callee has read nothing of
+        it; maybe after that. The other arguments are those of `call_async`.
         """
-        call, message = self._pack(to, kind, obj, timeout, extension, holds)
+        call, message = self._pack(to, kind, obj, timeout, **options)
 
         def follow() -> None:
             call.follower = follower
@@ -235,10 +230,11 @@ class Caller:
         kind: Kind,
         obj: Any,
         timeout: float,
-        extension: tuple[int, bytes] | None,
-        holds: Any,
-        died: type[WorkerDied] = WorkerDied,
+        *,
         waits: bool = False,
+        extension: tuple[int, bytes] | None = None,
+        holds: Any = None,
+        died: type[WorkerDied] = WorkerDied,
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
@@ -254,8 +250,7 @@ class Caller:
         if self.recorder is not None or profiler._is_profiler_enabled or API in sys.modules:
             ends = self._membership.info.name, to.name
             observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
-        peer = to.member_id
-        encoder = self._codec.encoder(peer)
+        encoder = self._codec.encoder(to.member_id)
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:
@@ -264,9 +259,8 @@ class Caller:
             scope = current_scope()
             if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
                 timeout, limit = bounded, scope
-            message.deadline = timeout
-            call = PendingCall(self.calls, peer, timeout)
-            message.call_id = call.call_id
+            call = PendingCall(self.calls, to.member_id, timeout)
+            message.call_id, message.deadline = call.call_id, timeout
             call.kind, call.what, call.limit = kind, name_of(obj), limit
             call.holds, call.died = holds, died
             # The value of an RRef may be waited for by others than this handler.

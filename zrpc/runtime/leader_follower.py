@@ -71,8 +71,8 @@ class LeaderFollower:
         interrupt: makes a waiting turn return.
 
     Attributes:
-        receiving: whether the leader is in a turn. If it rests or is in a job, another thread may
-            sit.
+        turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
+            rests or is in a job, another thread may sit.
 
     All methods may be called from any thread.
     """
@@ -106,8 +106,7 @@ class LeaderFollower:
         # job's pool; its ident while it is in a turn; and when its next rest ends.
         self._job: Callable[[], None] | None = None
         self._job_times: JobTimes | None = None
-        self._turn_ident = 0
-        self.receiving = False
+        self.turn_ident = 0
         self._rest_until = 0.0
         self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
         # Held by the thread that receives. Another thread than the leader writes these two while it
@@ -164,12 +163,12 @@ class LeaderFollower:
             be promoted, or the pool does not admit it.
         """
         if (
-            self._turn_ident == threading.get_ident()
+            self.turn_ident == threading.get_ident()
             and self._ready[1 - self._leader]
             and self._job is None
-            and pool.admit(self._turn_ident)
+            and pool.admit(self.turn_ident)
         ):
-            self._job = partial(pool.run_as_guest, self._turn_ident, [job])
+            self._job = partial(pool.run_as_guest, self.turn_ident, [job])
             self._job_times = pool.times
             self._rest_check_seconds = _REST_CHECK_SECONDS
             return True
@@ -184,14 +183,16 @@ class LeaderFollower:
                 self._wake(self._leader)
 
     def rest(self, until: float) -> None:
-        """Lets the leader rest after its turn, while others sit. Has an effect in its turn only.
+        """Lets the leader rest after its turn, while others sit.
+
+        Has an effect in its turn only, and not before a job.
 
         The last rest was too short: otherwise another thread would have received this answer.
 
         Args:
             until: the end of the rest at the latest, on the clock of ``time.monotonic``.
         """
-        if self._turn_ident == threading.get_ident():
+        if self.turn_ident == threading.get_ident() and self._job is None:
             self._rest_until = until
             self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
 
@@ -211,7 +212,7 @@ class LeaderFollower:
 
     def seated(self) -> bool:
         """Returns whether the current thread holds the seat."""
-        return threading.get_ident() in (self._turn_ident, self._sitter_ident)
+        return threading.get_ident() in (self.turn_ident, self._sitter_ident)
 
     def leave(self) -> None:
         """Gives back the seat."""
@@ -238,19 +239,16 @@ class LeaderFollower:
 
     def _lead(self, me: int) -> None:
         with self._seat:
-            self._turn_ident = threading.get_ident()
-            self.receiving = True
+            self.turn_ident = threading.get_ident()
             try:
                 self._turn()
             finally:
-                self.receiving = False
-                self._turn_ident = 0
+                self.turn_ident = 0
         job, self._job = self._job, None
         if job is None:
             if self._rest_until:
                 self._rest_while_others_sit()
             return
-        self._rest_until = 0.0  # the job will have taken some time
         with self._lock:
             self._job_count += 1
             self._busy = True

@@ -137,8 +137,6 @@ class Inbox:
             return messages.popleft()
         begun = now = monotonic()
         awake = self._spin.until(now) if spin else now
-        if self._unread and self._direct is not None:
-            self._unread = self._has_unread()
         while True:
             spinning = now < awake
             if spinning and self._direct is None:

@@ -257,8 +257,8 @@ class Initiator(RunningPart):
                 Kind.BACKWARD,
                 (tuple(part), without_gaps(gradients)),
                 0,
-                self._extension(send_id),
                 self,
+                extension=self._extension(send_id),
             )
 
     @override

@@ -75,10 +75,10 @@ class Creation:
                 Kind.REMOTE,
                 body,
                 timeout,
-                (Tag.SUBJECT, pack_ids(ids)),
                 self,
+                self.on_not_made,
+                extension=(Tag.SUBJECT, pack_ids(ids)),
                 holds=holds,
-                undo=self.on_not_made,
             )
         except BaseException:
             self._take_back()
