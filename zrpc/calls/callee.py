@@ -91,18 +91,20 @@ class Callee:
         self._scopes = {each.tag: each.request_scope for each in scoped if each.tag is not None}
         self._hooked = self._ready.keys() | self._scopes.keys()
 
-    def on_call(self, request: Message) -> None:
-        """Runs the function that a request asks for. In the I/O thread."""
-        self.execute(request, self, partial(self._codec.unpack, request))
-
-    def on_cancel(self, message: Message) -> None:
-        """Cancels a request whose caller no longer waits for the answer. In the I/O thread."""
-        self.requests.cancel(message.sender, message.call_id)
-
-    def execute(
-        self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
+    def on_call(
+        self,
+        request: Message,
+        sink: ResultSink | None = None,
+        resolve: Callable[[], tuple[Any, Any, Any]] | None = None,
     ) -> None:
-        """Runs a function for a request in the pool; see `Execution`."""
+        """Runs the function that a request asks for, in the pool. In the I/O thread.
+
+        Args:
+            request: the request.
+            sink: takes the outcome; by default it is the answer.
+            resolve: see `Execution`; by default the request is unpacked.
+        """
+        sink, resolve = sink or self, resolve or partial(self._codec.unpack, request)
         scope = request.scope or self.requests.accept(request)
         if scope.cancelled:
             return  # before it arrived, or while it waited for an RRef's value
@@ -114,6 +116,10 @@ class Callee:
         for wait in [self._ready[tag] for tag in tags if tag in self._ready]:
             begin = partial(wait, request, begin)
         begin()
+
+    def on_cancel(self, message: Message) -> None:
+        """Cancels a request whose caller no longer waits for the answer. In the I/O thread."""
+        self.requests.cancel(message.sender, message.call_id)
 
     def _execution_within(
         self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]

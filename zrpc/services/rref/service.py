@@ -163,7 +163,7 @@ class RRefService(Service, MessageHooks):
         if subject:
             self._run_method(request, self._find_value(subject[0]), sink)
         else:
-            self.agent.callee.execute(request, sink, partial(self.agent.codec.unpack, request))
+            self.agent.callee.on_call(request, sink)
 
     def _on_fetch(self, request: Message) -> None:
         value = self._find_value(*request.attachment(Tag.SUBJECT))
@@ -189,7 +189,7 @@ class RRefService(Service, MessageHooks):
         scope = self.agent.callee.requests.accept(request)
         resolve = partial(self._resolve_method, request, value)
         # No thread waits for a value that is still to be made.
-        value.when_ready(partial(self.agent.callee.execute, request, sink, resolve), scope)
+        value.when_ready(partial(self.agent.callee.on_call, request, sink, resolve), scope)
 
     def _resolve_method(self, request: Message, value: OwnedValue) -> tuple[Any, Any, Any]:
         name, args, kwargs = self.agent.codec.unpack(request)
