@@ -52,6 +52,23 @@ def test_a_call_is_settled_and_its_outcome_claimed_once(calls: PendingCalls) -> 
     assert len(calls) == 0
 
 
+@pytest.mark.parametrize(
+    "end", [lambda calls: calls.expire(NEVER), lambda calls: calls.fail(WorkerDied)]
+)
+def test_a_follower_that_fails_holds_up_no_other_call(
+    calls: PendingCalls, end: Callable[[PendingCalls], None]
+) -> None:
+    class Follower:
+        def on_settled(self, call: PendingCall) -> None:
+            raise MemoryError
+
+    ended = [entered_call(calls, peer=0, timeout=9) for _ in range(3)]
+    ended[0].follower = Follower()
+    with pytest.raises(MemoryError):
+        end(calls)
+    assert [call.settled for call in ended] == [True] * 3
+
+
 def test_a_follower_is_notified_once_it_is_settled(calls: PendingCalls) -> None:
     call, seen = entered_call(calls, peer=0, timeout=0), []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import random
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ import pytest
 
 from tests.runtime.pool_jobs import closed_gate
 from tests.support.waiting import SOON
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.leader_follower import LeaderFollower
 from zrpc.runtime.thread_pool import HandlerPool, pass_gate
 
@@ -152,6 +154,34 @@ def test_stop_reports_a_job_that_still_runs(desk: Desk) -> None:
     assert begun.wait(SOON)
     assert not desk.io.stop(0.01)
     go_on.set()
+
+
+def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
+    """Else the caller would read from sockets that are closed meanwhile."""
+    stops, sits, left = threading.Event(), threading.Event(), []
+
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        stops.set()
+
+    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, interrupt)
+
+    def receive() -> None:
+        assert io.sit()
+        sits.set()
+        assert stops.wait(SOON)
+        threading.Event().wait(0.7)  # its turn goes on
+        left.append(True)
+        io.leave()
+
+    caller = threading.Thread(target=receive)
+    caller.start()
+    assert sits.wait(SOON)
+    io.start()
+    with pytest.raises(KeyboardInterrupt), uninterrupted:
+        io.stop(SOON)
+    assert left
+    caller.join()
 
 
 def test_stop_from_a_job(desk: Desk) -> None:

@@ -16,6 +16,7 @@ task): what a handler calls must never wait for the calls that wait for this han
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -270,9 +271,7 @@ class PendingCalls:
             self.earliest = min(
                 (call.deadline for call in calls if call.deadline > now), default=NEVER
             )
-        for call in calls:
-            if call.deadline <= now:
-                self.expire_call(call)
+        _each([call for call in calls if call.deadline <= now], self.expire_call)
 
     def postpone(self, seconds: float) -> None:
         """Gives all calls this much more time. Threads that wait look at the deadline again."""
@@ -288,9 +287,8 @@ class PendingCalls:
 
     def fail(self, error: Callable[[PendingCall], Exception], peer: MemberId | None = None) -> None:
         """Settles all calls to ``peer``, or all calls there are, each with ``error(call)``."""
-        for call in self.in_flight():
-            if peer in (None, call.peer):
-                call.fail(error(call))
+        calls = [call for call in self.in_flight() if peer in (None, call.peer)]
+        _each(calls, lambda call: call.fail(error(call)))
         with uninterrupted, self._lock:  # the peer may be gone: no call to it comes any more
             window = self._windows.get((peer, None)) if peer is not None else None
             if window is not None and not window.used and not window.queue:
@@ -348,3 +346,10 @@ class PendingCalls:
             f"{self.limit} bytes (max_bytes_in_flight) are in flight to that worker, which is "
             f"slower than its callers{self._callees.explain(call.peer)}"
         )
+
+
+def _each(calls: Sequence[PendingCall], end: Callable[[PendingCall], None]) -> None:
+    """Ends calls, the first one first: all of them, even if what follows one of them fails."""
+    with contextlib.ExitStack() as rest:
+        for call in reversed(calls):
+            rest.callback(end, call)

@@ -152,8 +152,10 @@ class LeaderFollower:
             for thread in others:
                 thread.join(_TURN_SECONDS)
             raise
-        with uninterrupted, self._seat:
-            return not any(thread.is_alive() for thread in others)
+        finally:
+            with uninterrupted, self._seat:  # a caller that sits ends its turn first
+                pass
+        return not any(thread.is_alive() for thread in others)
 
     def take(self, pool: HandlerPool, job: Callable[[], None]) -> bool:
         """Runs ``job`` in the current thread after its turn, as a guest of ``pool``.

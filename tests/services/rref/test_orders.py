@@ -176,7 +176,7 @@ def test_others_learn_that_a_value_is_never_made(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
     """They ask the owner before it knows that itself, or after."""
-    monkeypatch.setattr(mesh.agent(1).callee, "execute", lack_descriptors)
+    monkeypatch.setattr(mesh.agent(1).callee, "on_call", lack_descriptors)
     with mesh.agent(0).as_current():
         told = Held(mesh, 0, Kind.REFERENCE)
         rref = zrpc.remote("worker1", dict)
