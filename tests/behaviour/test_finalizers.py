@@ -111,6 +111,16 @@ def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
     assert Released.event.wait(SOON)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: zrpc.remote("worker1", release), lambda: zrpc.RRef(1)], ids=["there", "own"]
+)
+@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
+def test_a_finalizer_makes_no_rref_where_it_might_wait_for_a_lock(
+    mesh: Mesh, interrupt: Interrupt, make: Callable[[], Any]
+) -> None:
+    assert "finalizer" in str(finalized(mesh, interrupt, make))
+
+
 @pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
     mesh: Mesh, interrupt: Interrupt
@@ -130,19 +140,20 @@ def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
     assert Released.event.wait(SOON)
 
 
-def call_while_the_collector_runs() -> list[str]:
+def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
     """Calls worker0 while each new object starts the collector, which finds one more finalizer.
 
-    A handler's first call to a peer makes an object under the lock of the table of calls.
+    A handler's first call to a peer makes an object under the lock of the table of calls. The end
+    of an RRef makes messages, which are named tuples, under the lock of the references.
     """
-    futures: list[Any] = []
+    made: list[Any] = []
 
     def finalize() -> None:
         # In a thread of either worker. To set a context variable here, as `as_current` does, can
         # crash Python if it interrupts the same in C.
-        with contextlib.suppress(zrpc.NotInitializedError):  # between two jobs of a thread
-            futures.append(zrpc.rpc_async("worker0", release))
-        if gc.get_threshold()[0] == 1 and len(futures) < 200:
+        with contextlib.suppress(zrpc.RpcError):  # between two jobs of a thread, say
+            made.append(make())
+        if gc.get_threshold()[0] == 1 and len(made) < 200:
             Handle(finalize)
 
     thresholds = gc.get_threshold()
@@ -150,14 +161,23 @@ def call_while_the_collector_runs() -> list[str]:
     try:
         Handle(finalize)
         zrpc.rpc_sync("worker0", release)
+        for _ in range(3):
+            zrpc.remote("worker0", release).to_here()
     finally:
         gc.set_threshold(*thresholds)
-    return [future.wait() for future in futures]
+    return [each.to_here() if isinstance(each, zrpc.RRef) else each.wait() for each in made]
 
 
 def test_a_finalizer_makes_its_call_wherever_the_collector_interrupts_another(mesh: Mesh) -> None:
-    values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs)
+    call = functools.partial(zrpc.rpc_async, "worker0", release)
+    values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs, (call,))
     assert len(values) > 20
+    assert set(values) == {"released"}
+
+
+def test_a_finalizer_that_makes_rrefs_holds_up_no_worker(mesh: Mesh) -> None:
+    make = functools.partial(zrpc.RRef, "released")
+    values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs, (make,))
     assert set(values) == {"released"}
 
 

@@ -376,7 +376,7 @@ class Caller:
             RpcError: the answer might wait for this thread.
         """
         if garbage_collector.ident:
-            garbage_collector.check_wait()
+            garbage_collector.check("wait for another worker, though its call is made,")
         ident, gate = threading.get_ident(), call.gate
         call.waiters = (*call.waiters, ident)
         try:

@@ -3,7 +3,7 @@
 The collector runs the finalizers (``__del__``) of objects that refer to each other, in any thread:
 whichever has just made one object too many. In the midst of zrpc's own code, that thread may hold a
 lock, or be the one that receives. So a finalizer that the collector runs there must neither take
-zrpc's locks nor wait for another worker.
+zrpc's locks, as each new RRef does, nor wait for another worker.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FrameType
 
 from zrpc.errors import RpcError
 
-__all__ = ["check_wait", "ident", "interrupts_zrpc"]
+__all__ = ["check", "ident", "interrupts_zrpc"]
 
 # What zrpc calls while it holds a lock: its own code may be behind frames of these.
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
@@ -33,19 +33,19 @@ def interrupts_zrpc() -> bool:
     frame = _interrupted if ident == get_ident() else None
     while frame is not None:
         root = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if root not in _BETWEEN:
+        # The constructor of each named tuple is in a module of its own.
+        if root not in _BETWEEN and not root.startswith("namedtuple_"):
             return root == "zrpc"
         frame = frame.f_back
     return False
 
 
-def check_wait() -> None:
-    """Raises RpcError if this thread must not wait for another worker. Ask for `ident` first."""
+def check(what: str) -> None:
+    """Raises RpcError if this thread must not do ``what``. Ask for `ident` first."""
     if interrupts_zrpc():
         raise RpcError(
-            "a finalizer (__del__) can't wait for another worker if the garbage collector runs it "
-            "in the midst of zrpc's own code. The call itself is made: use rpc_async, and don't "
-            "wait for its future"
+            f"a finalizer (__del__) can't {what} if the garbage collector runs it in the midst of "
+            "zrpc's own code: use rpc_async there, and don't wait for its future"
         )
 
 

@@ -117,7 +117,7 @@ def pass_gate(
     if not gate.locked():
         return True
     if garbage_collector.ident:
-        garbage_collector.check_wait()
+        garbage_collector.check("wait for another worker, though its call is made,")
     pool = current_pool()
     if pool is not None:
         pool._block()

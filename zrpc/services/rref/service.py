@@ -19,6 +19,7 @@ from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.rref.messages import (
     Fork,
@@ -115,7 +116,13 @@ class RRefService(Service, MessageHooks):
         return self
 
     def new_id(self) -> GloballyUniqueId:
-        """Returns an id that is unique in the mesh."""
+        """Returns an id that is unique in the mesh, of a new RRef or fork.
+
+        Raises:
+            RpcError: in a finalizer that has interrupted zrpc, see `garbage_collector`.
+        """
+        if garbage_collector.ident:
+            garbage_collector.check("make an RRef")
         return GloballyUniqueId(self.member, next(self._local_ids))
 
     # -- handles -------------------------------------------------------------------------
