@@ -407,13 +407,27 @@ def test_gradients_of_subclasses_are_sent(mesh: Mesh, make: Callable[[Any], Any]
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: named(X.detach().clone()).requires_grad_(), lambda: Weight(X.detach())]
+    "make",
+    [
+        lambda: named(X.detach().clone()).requires_grad_(),
+        lambda: Weight(X.detach()),
+        lambda: jagged(X.detach().clone().view(3, 1)).requires_grad_(),
+    ],
 )
 def test_leaves_of_subclasses_get_their_gradients(mesh: Mesh, make: Callable[[], Any]) -> None:
     x = make()
     found = train(mesh, lambda: plain(zrpc.rpc_sync("worker1", here(tanh), (x,))).sum())
     [expected] = torch.autograd.grad(plain(tanh(x)).sum(), [x])
     torch.testing.assert_close(plain(found[x]), plain(expected))
+
+
+def test_a_lazy_module_is_sent_in_a_context(mesh: Mesh) -> None:
+    def run(module: Any, x: Any) -> Any:
+        return module(x)
+
+    sent = torch.nn.LazyLinear(2), X.sin().float()  # its dtype is not pickled by torch
+    found = train(mesh, lambda: zrpc.rpc_sync("worker1", here(run), sent).sum())
+    assert found[X].shape == (3,)
 
 
 @pytest.mark.parametrize("wrapper", [Wrapper, Keeping])
