@@ -13,6 +13,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.recursion import call_with_frames_left
 from tests.support.settled import caught, chain, result_within
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
@@ -207,3 +208,22 @@ def test_callbacks_know_the_agent(shared: Mesh) -> None:
     future.add_done_callback(note)
     assert done.wait(SOON)
     assert names == ["worker0"]
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_a_callback_near_the_recursion_limit_is_not_lost(done: bool) -> None:
+    """Torch would lose it, or end the process."""
+    for left in range(2, 240, 2):
+        future = rpc.Future()
+        results = []
+        if done:
+            future.set_result(1)
+        else:
+            results.append(future.then(lambda f: f.value() + 1))
+
+        def act(future: Any = future, results: Any = results) -> None:
+            results.append(future.then(lambda f: f.value() + 1) if done else future.set_result(1))
+
+        call_with_frames_left(left, act)
+        if results and future.done():
+            assert result_within(results[0], SOON) == 2

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.runtime.pool_jobs import Jobs, MakePool, closed_gate, done
+from tests.support.recursion import call_with_frames_left
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.runtime import thread_pool
@@ -180,3 +181,16 @@ def test_a_log_handler_may_make_calls_when_the_system_refuses_a_thread(
         assert handler.ran.wait(SOON)
     finally:
         thread_pool.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("left", range(2, 40, 2))
+def test_a_job_that_is_submitted_near_the_recursion_limit_takes_no_place(
+    make_pool: MakePool, left: int
+) -> None:
+    pool, ran = make_pool(1), []
+    submitted = call_with_frames_left(left, lambda: pool.submit(lambda: ran.append("first")))
+    pool.submit(lambda: ran.append("second"))
+    pool.relieve()  # as an agent does ten times a second
+    done(pool)
+    assert ran[-1] == "second"
+    assert len(ran) == 2 or not submitted

@@ -272,7 +272,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             self._gate.release()
         if self._followed:
             with uninterrupted:  # see `trampoline.run`
-                super().set_result(result)
+                trampoline.with_room(super().set_result, result)
         else:
             super().set_result(result)
         if trampoline.interrupts:
@@ -326,7 +326,8 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         at_once = super().done()
         self._followed = True
         with uninterrupted:  # see `trampoline.run`
-            super().add_done_callback(functools.partial(trampoline.run, callback, at_once=at_once))
+            run = functools.partial(trampoline.run, callback, at_once=at_once)
+            trampoline.with_room(super().add_done_callback, run)
         if trampoline.interrupts:
             trampoline.raise_interrupt()
 

@@ -8,25 +8,27 @@ until the running one returns, and run next, in the same thread and in the same 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from zrpc.runtime.interrupts import in_main_thread, raised_by_handler, uninterrupted
+from zrpc.runtime.interrupts import (
+    in_main_thread,
+    raised_by_handler,
+    run_interruptibly,
+    uninterrupted,
+)
+from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.wire.graph_capture import is_tracing, uncaptured
 
-__all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed"]
+__all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed", "with_room"]
 
 logger = logging.getLogger(__name__)
 
 # How deep callbacks nest, except those of futures that are done already. Programs that block in one
 # callback until another one has run nest less deep.
 _MAX_DEPTH = 8
-# If the thread's stack has fewer frames left, callbacks don't nest at all: torch, which calls them,
-# loses those that find no room.
-_SPARE_FRAMES = 200
 
 
 class Job(Protocol):
@@ -58,6 +60,20 @@ _nesting = _Nesting()
 interrupts: list[BaseException] = []
 
 
+def with_room(act: Callable[..., None], *args: Any) -> None:
+    """Calls what makes torch run callbacks, in another thread if this one's stack is nearly full.
+
+    Torch loses a callback that finds no room, or ends the process. To be called with signal
+    handlers held back.
+    """
+    if not stack_is_full():
+        act(*args)
+        return
+    thread = threading.Thread(target=act, args=args, name="zrpc-callbacks")
+    thread.start()
+    run_interruptibly(thread.join)
+
+
 def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
     """Runs a job in this thread: now, or after the jobs that run here if they nest too deep.
 
@@ -70,7 +86,8 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
         return
     nesting = _nesting
     if not nesting.depth:
-        nesting.max_depth = 1 if _is_full() else _MAX_DEPTH
+        # With a stack that is nearly full, callbacks don't nest at all.
+        nesting.max_depth = 1 if stack_is_full() else _MAX_DEPTH
     elif nesting.depth >= nesting.max_depth and not at_once:
         nesting.added.append(job)
         return
@@ -139,15 +156,6 @@ def _run_postponed(enough: Callable[[], bool]) -> None:
         if not nesting.waiting:
             return
         _run_job(nesting.waiting.popleft())
-
-
-def _is_full() -> bool:
-    """Returns whether little room is left on this thread's stack."""
-    try:
-        sys._getframe(max(0, sys.getrecursionlimit() - _SPARE_FRAMES))
-    except ValueError:  # it is not that deep
-        return False
-    return True
 
 
 def _never() -> bool:

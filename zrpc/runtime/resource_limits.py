@@ -1,14 +1,17 @@
-"""Errors that mean that a worker has run out of a resource: which one, and what to do."""
+"""Which resource a worker has run out of, and what to do."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
+import sys
 from collections.abc import Iterator
 
-__all__ = ["advice", "allow_descriptors", "out_of_descriptors"]
+__all__ = ["advice", "allow_descriptors", "out_of_descriptors", "stack_is_full"]
 
+# What zrpc needs for anything that it must not leave half done, such as the start of a thread.
+_SPARE_FRAMES = 200
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 
@@ -62,6 +65,15 @@ def allow_descriptors(more: int) -> tuple[int, int] | None:
 def out_of_descriptors(error: BaseException) -> bool:
     """Returns whether an operation failed because no file descriptor was left."""
     return getattr(error, "errno", None) in _NO_DESCRIPTORS
+
+
+def stack_is_full() -> bool:
+    """Returns whether few frames are left on this thread's stack, see `sys.getrecursionlimit`."""
+    try:
+        sys._getframe(max(0, sys.getrecursionlimit() - _SPARE_FRAMES))
+    except ValueError:  # it is not that deep
+        return False
+    return True
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:

@@ -27,6 +27,7 @@ from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, unint
 from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.processor_time import processor_time_of
+from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 
 __all__ = [
@@ -198,11 +199,9 @@ class HandlerPool:
         with uninterrupted, self._lock:
             if self._closed:
                 return
+            self._backlog.append(job)  # first: whatever fails after that, `relieve` starts it
             if self._running < self._size:
-                self._running += 1
-                self._hand_over(job)
-            else:
-                self._backlog.append(job)
+                self._start_next()
 
     @property
     def active(self) -> int:
@@ -352,29 +351,30 @@ class HandlerPool:
         return not any(thread.is_alive() for thread in threads)
 
     def _start_next(self) -> None:
-        """Starts the first of the queued jobs; the lock is held."""
-        self._running += 1
-        self._hand_over(self._backlog.popleft())
+        """Gives the first of the queued jobs to an idle thread or to a new one; the lock is held.
 
-    def _hand_over(self, job: Job) -> None:
-        """Gives ``job`` to an idle thread or to a new one; the lock is held."""
+        If the system refuses a thread, or the start of one could fail halfway for lack of stack,
+        the job stays queued; see `relieve`. So it is counted only after what can fail.
+        """
+        job = self._backlog[0]
         if self._idle:
             thread = self._idle.pop()
             thread.job = job
             thread.gate.release()
-            return
-        thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
-        try:
-            if len(self._threads) >= MAX_THREADS:
-                raise RuntimeError(f"there are {MAX_THREADS} threads already")
+        else:
+            try:
+                if len(self._threads) >= MAX_THREADS:
+                    raise RuntimeError(f"there are {MAX_THREADS} threads already")
+                if stack_is_full():
+                    raise RecursionError("the stack of the thread that calls is nearly full")
+                thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
+                thread.start()
+            except RuntimeError as error:
+                self._refusal = error
+                return
             self._threads.add(thread)
-            thread.start()
-        except RuntimeError as error:
-            # The system refuses another thread: the job waits until one is free. See `relieve`.
-            self._threads.discard(thread)
-            self._running -= 1
-            self._backlog.appendleft(job)
-            self._refusal = error
+        self._backlog.popleft()
+        self._running += 1
 
     def _run(self, thread: _PoolThread) -> None:
         """The life of one thread."""
