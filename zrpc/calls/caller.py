@@ -144,7 +144,7 @@ class Caller:
         self, to: WorkerInfo, kind: Kind, obj: Any, timeout: float, **options: Unpack[CallOptions]
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
-        if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+        if garbage_collector.running and garbage_collector.interrupts_zrpc():
             return self.call_async(to, kind, obj, timeout, **options).wait()
         call, message = self._pack(to, kind, obj, timeout, waits=True, **options)
         try:
@@ -177,7 +177,7 @@ class Caller:
             SerializationError: ``obj`` can't be pickled.
             NotInitializedError: the agent is closed.
         """
-        if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+        if garbage_collector.running and garbage_collector.interrupts_zrpc():
             go = partial(self.call_async, to, kind, obj, timeout, **options)
             return call_soon(go, self._receiver, self._submit_job)
         call, message = self._pack(to, kind, obj, timeout, **options)
@@ -375,7 +375,7 @@ class Caller:
         Raises:
             RpcError: the answer might wait for this thread.
         """
-        if garbage_collector.ident:
+        if garbage_collector.running:
             garbage_collector.check("wait for another worker, though its call is made,")
         ident, gate = threading.get_ident(), call.gate
         call.waiters = (*call.waiters, ident)

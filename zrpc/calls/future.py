@@ -191,7 +191,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             return source.cancel()
         call = self._call
         if call is not None:
-            if garbage_collector.ident and garbage_collector.interrupts_zrpc():
+            if garbage_collector.running and garbage_collector.interrupts_zrpc():
                 self._calling.in_next_turn(call.cancel)
                 return not call.settled
             cancelled = call.cancel()

@@ -10,27 +10,44 @@ from __future__ import annotations
 
 import gc
 import sys
+from functools import partial
+from operator import methodcaller
 from threading import get_ident
 from types import FrameType
 
 from zrpc.errors import RpcError
 
-__all__ = ["check", "ident", "interrupts_zrpc"]
+__all__ = ["check", "interrupts_zrpc", "running"]
 
 # What zrpc calls while it holds a lock: its own code may be behind frames of these.
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
 
-# The ident of the thread in which the collector runs, which is one at a time; 0 if it does not run.
-ident = 0
-_interrupted: FrameType | None = None
+
+class _Collection(dict[int, FrameType]):
+    """The frame that the collector has interrupted, by thread; empty if it does not run.
+
+    The collector asks for an attribute with the name of each phase. At the end, no code of Python
+    runs: Ctrl-C that came meanwhile would be raised there, and be lost.
+    """
+
+    @property
+    def start(self) -> None:
+        if (interrupted := sys._getframe().f_back) is not None:
+            self[get_ident()] = interrupted
+
+    stop = property(methodcaller("clear"))
+
+
+running = _Collection()
+gc.callbacks.append(partial(getattr, running))
 
 
 def interrupts_zrpc() -> bool:
     """Returns whether the collector runs in this thread, and has interrupted zrpc's own code.
 
-    So the caller is a finalizer. Ask for `ident` first, which is 0 most of the time.
+    So the caller is a finalizer. Ask for `running` first, which is empty most of the time.
     """
-    frame = _interrupted if ident == get_ident() else None
+    frame = running.get(get_ident())
     while frame is not None:
         root = str(frame.f_globals.get("__name__")).partition(".")[0]
         # The constructor of each named tuple is in a module of its own.
@@ -41,17 +58,9 @@ def interrupts_zrpc() -> bool:
 
 
 def check(what: str) -> None:
-    """Raises RpcError if this thread must not do ``what``. Ask for `ident` first."""
+    """Raises RpcError if this thread must not do ``what``. Ask for `running` first."""
     if interrupts_zrpc():
         raise RpcError(
             f"a finalizer (__del__) can't {what} if the garbage collector runs it in the midst of "
             "zrpc's own code: use rpc_async there, and don't wait for its future"
         )
-
-
-def _note(phase: str, _info: object) -> None:
-    global ident, _interrupted
-    _interrupted, ident = (sys._getframe().f_back, get_ident()) if phase == "start" else (None, 0)
-
-
-gc.callbacks.append(_note)

@@ -117,7 +117,7 @@ def pass_gate(
     """
     if not gate.locked():
         return True
-    if garbage_collector.ident:
+    if garbage_collector.running:
         garbage_collector.check("wait for another worker, though its call is made,")
     pool = current_pool()
     if pool is not None:

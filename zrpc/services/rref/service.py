@@ -121,7 +121,7 @@ class RRefService(Service, MessageHooks):
         Raises:
             RpcError: in a finalizer that has interrupted zrpc, see `garbage_collector`.
         """
-        if garbage_collector.ident:
+        if garbage_collector.running:
             garbage_collector.check("make an RRef")
         return GloballyUniqueId(self.member, next(self._local_ids))
 
