@@ -22,7 +22,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import ClassVar, TypeVar
@@ -289,6 +289,15 @@ class Agent:
 
     # -- in the I/O thread -----------------------------------------------------------------
 
+    def _each(self, what: str, parts: Iterable[Callable[[], object]]) -> None:
+        """Lets parts of this worker do something; if one fails, the others go on."""
+        for part in parts:
+            try:
+                part()
+            except Exception:
+                with printing_errors():
+                    logger.exception("%s: a part of %s failed", self.worker_info, what)
+
     def _tick(self) -> None:
         parts = (
             self.peers.tick,
@@ -296,30 +305,26 @@ class Agent:
             self.completions.relieve,
             self.callee.drop_abandoned,
             self.outbox.retry,
-            *(service.tick for service in self.services),
         )
-        for part in parts:
-            try:
-                part()
-            except Exception:  # the others go on: they find lost workers, say
-                with printing_errors():
-                    logger.exception("%s: a part of a tick failed", self.worker_info)
+        self._each("a tick", (*parts, *(service.tick for service in self.services)))
 
     def _on_member_lost(self, member: MemberId) -> None:
-        self.caller.calls.fail(self.callees.died, member)
-        self.callee.requests.on_member_lost(member)
-        # Not here: a thread may be copying what it sends.
-        self.completions.submit(partial(self.network.drop, member))
-        for service in self.services:
-            service.on_member_lost(member)
+        parts = (
+            partial(self.caller.calls.fail, self.callees.died, member),
+            partial(self.callee.requests.on_member_lost, member),
+            # Not here: a thread may be copying what it sends.
+            partial(self.completions.submit, partial(self.network.drop, member)),
+        )
+        services = (partial(service.on_member_lost, member) for service in self.services)
+        self._each("the loss of a worker", (*parts, *services))
 
     def _on_messages_lost(self, member: MemberId) -> None:
-        for service in self.services:
-            service.on_messages_lost(member)
+        services = (partial(service.on_messages_lost, member) for service in self.services)
+        self._each("the loss of messages", services)
 
     def _on_handler_failed(self, error: BaseException) -> None:
-        for service in self.services:
-            service.on_handler_failed(error)
+        services = (partial(service.on_handler_failed, error) for service in self.services)
+        self._each("the failure of a handler", services)
 
     def _explain(self, member: MemberId) -> str:
         notes = (service.explain(member) for service in self.services)

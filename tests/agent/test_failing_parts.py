@@ -1,13 +1,15 @@
-"""What a worker does ten times a second."""
+"""If one part of a worker fails, the others go on."""
 
 from __future__ import annotations
 
+import struct
 import threading
 
 import pytest
 
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind, Tag
 
 
 def test_the_other_parts_of_a_tick_go_on_if_one_fails(
@@ -29,3 +31,17 @@ def test_the_other_parts_of_a_tick_go_on_if_one_fails(
         assert gone_on.wait(SOON)
     assert "a part of a tick failed" in caplog.text
     assert "on purpose" in caplog.text
+
+
+@pytest.mark.zrpc(workers=3)
+def test_what_one_service_makes_of_a_loss_keeps_nothing_else_from_it(mesh: Mesh) -> None:
+    """Here a member's message was in the context of a worker that does not exist."""
+    context = struct.pack("<QQ", 9 << 48, 1)
+    agent, told = mesh.agent(1), threading.Event()
+    agent.lost.add(lambda _: told.set())
+    with mesh.agent(2).as_current():
+        mesh.agent(2).caller.call(
+            agent.worker_info, Kind.CALL, (max, (1, 2), {}), 20, extension=(Tag.GRAPH, context)
+        )
+    mesh.agent(2).shutdown(graceful=False)
+    assert told.wait(SOON)
