@@ -140,3 +140,9 @@ def test_rows_of_a_bar_use_limited_memory() -> None:
         for line in splitter.feed(b"x" * (4 << 20) + b"\x1b[1Ay\x1b[5B", now=0.0):
             shown += len(line)
     assert shown >= 8 << 20
+
+
+def test_a_control_sequence_with_thousands_of_digits_is_followed() -> None:
+    splitter = LineSplitter()
+    lines = splitter.feed(b"line\n\x1b[%sA\n" % (b"9" * 5000), now=0.0)
+    assert (lines + splitter.finish())[0] == b"line"

@@ -144,7 +144,8 @@ class LineSplitter:
             self._backspaces += 1
 
     def _follow_sequence(self, sequence: bytes, numbers: bytes, final: bytes) -> None:
-        count = int(numbers) if numbers.isdigit() else 1
+        # Python refuses thousands of digits; a count of nine exceeds all limits below.
+        count = int(numbers[:9]) if numbers.isdigit() else 1
         if _COLOUR.fullmatch(sequence):
             self._append(sequence)
         elif final in b"AF":
