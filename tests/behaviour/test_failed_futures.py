@@ -16,6 +16,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.waiting import until
+from zrpc.calls.future_error import KeptError
 from zrpc.testing import Mesh
 
 
@@ -259,3 +260,10 @@ def test_a_future_whose_value_can_be_unpickled_later_keeps_its_error(shared: Mes
     for ask in (future.wait, future.wait, future.value, future.then(lambda f: f.value()).wait):
         with pytest.raises(rpc.SerializationError, match="LookupError: not yet"):
             ask()
+
+
+def test_an_error_of_a_future_that_could_not_be_kept_ends_without_another() -> None:
+    """As if Ctrl-C or a full stack had ended the constructor."""
+    with pytest.raises(ValueError, match="not enough values"):
+        KeptError([])
+    gc.collect()

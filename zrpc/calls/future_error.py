@@ -104,7 +104,8 @@ class KeptError:
         return error
 
     def __del__(self) -> None:
-        if not self.failure.seen:
+        failure = getattr(self, "failure", None)  # not if Ctrl-C came while this was made
+        if failure is not None and not failure.seen:
             self.take()  # for the log
 
 
