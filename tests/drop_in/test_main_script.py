@@ -86,3 +86,46 @@ rpc.shutdown()
 def test_the_receiver_asks_for_what_it_lacks(programs: Programs) -> None:
     for ended in programs.run(SOURCE):
         assert ended.code == 0, ended.output
+
+
+TWO_SCRIPTS = """
+import os, sys
+
+HEAD = '''
+import os
+import zrpc.drop_in
+zrpc.drop_in.install()
+import torch.distributed.rpc as rpc
+
+rank = int(os.environ["RANK"])
+'''
+ACTOR = HEAD + '''
+def stop_received(): return unknown
+
+def only_here(): return "the actor's"
+
+rpc.init_rpc("actor", rank=rank, world_size=2)
+assert rpc.rpc_sync("learner", stop_received) == "the learner's"
+assert rpc.rpc_sync("learner", only_here) == "the actor's"
+rpc.shutdown()
+'''
+LEARNER = HEAD + '''
+OWN = "the learner's"
+
+def stop_received(): return OWN
+
+rpc.init_rpc("learner", rank=rank, world_size=2)
+rpc.shutdown()
+'''
+path = f"{os.path.dirname(sys.argv[0])}/{os.environ['RANK']}.py"
+with open(path, "w") as file:
+    file.write((ACTOR, LEARNER)[int(os.environ["RANK"])])
+os.execv(sys.executable, [sys.executable, path])
+"""
+
+
+@pytest.mark.system
+def test_two_scripts_may_have_different_functions_of_one_name(programs: Programs) -> None:
+    """As in torch, the callee runs its own."""
+    for ended in programs.run(TWO_SCRIPTS):
+        assert ended.code == 0, ended.output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping
 
+from zrpc import stand_in
 from zrpc.errors import RpcError
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
@@ -43,7 +44,7 @@ class Membership:
         self._found: set[MemberId] = set()  # could be found at some time
         self._by_name: dict[str, WorkerInfo] = {}
         self._by_rank: dict[int, WorkerInfo] = {}
-        # Whether a name in ``__main__`` means the same at this worker and at that one.
+        # Whether objects of ``__main__`` are sent to that worker by name: it means the same there.
         self.same_main: dict[MemberId, bool] = {}
         # By routing id: current members, and all workers that were ever introduced.
         self._members: dict[bytes, MemberId] = {}
@@ -77,7 +78,9 @@ class Membership:
     def introduce(self, record: PeerRecord) -> None:
         """Adds a worker that is about to join."""
         member = record.member_id
-        self.same_main[member] = record.same_main(self.records[self.own_id])
+        # torch sends all of them by name; then the receiver asks for what its script lacks.
+        by_name = stand_in.is_active() or record.same_main(self.records[self.own_id])
+        self.same_main[member] = by_name
         self.records[member] = record
         self.awaited.add(member)
         self._watchers[heartbeat_identity(record.identity)] = member
