@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import select
@@ -20,7 +21,7 @@ from zrpc.services.inspection.rates import WorkerRates, mesh_rates
 from .finite_range import POSITIVE
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, RenderableType
 
 _KEYS_HELP = "↑ ↓ choose   Enter one worker   Esc back   < > sort   q quit"
 _UP, _DOWN, _ESCAPE = "\x1b[A", "\x1b[B", "\x1b"
@@ -122,15 +123,22 @@ def _print(sampler: _Sampler, sort: str, as_json: bool) -> None:
         }
         click.echo(json.dumps(content, indent=1))
         return
-    from rich.console import Console
-
     from .top_tables import mesh_table, sorted_workers
 
-    console = Console()
+    console = _console()
     for workers in sampler.meshes:
         console.print(mesh_table(_title(workers), sorted_workers(workers, sort), sort))
     for each in sampler.unknown:
         console.print(f"A worker (pid {each.pid or 'unknown'}) could not be asked: {each.problem}")
+
+
+def _console() -> Console:
+    """Returns a console that shows ``?`` for what the output's encoding lacks, an ellipsis say."""
+    from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    return Console()
 
 
 class _Screen:
@@ -148,10 +156,9 @@ class _Screen:
 
     def run(self) -> None:
         """Shows until q is pressed."""
-        from rich.console import Console
         from rich.live import Live
 
-        console = Console()
+        console = _console()
         if not console.is_terminal or not sys.stdin.isatty():
             raise click.UsageError("expected a terminal; for a file or a program, use --once")
         with _keys() as read, Live(console=console, screen=True, auto_refresh=False) as live:

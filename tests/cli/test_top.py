@@ -191,6 +191,15 @@ def test_table_is_printed_once(mesh: Mesh) -> None:
     assert "running" in done.output
 
 
+@pytest.mark.system
+def test_a_table_with_an_ellipsis_is_printed_in_ascii_too(mesh: Mesh) -> None:
+    runner = CliRunner(charset="ascii", env={"COLUMNS": "60"})
+    done = runner.invoke(main, ["top", "--once", "--interval", "0.3", PID])
+    assert done.exit_code == 0
+    assert "Mesh of 2 workers" in done.output
+    assert "?" in done.output
+
+
 def test_workers_have_a_second_to_answer_however_short_the_interval(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
