@@ -187,6 +187,8 @@ def test_only_abandoned_directories_are_removed(parent: Path) -> None:
     starting = left_behind(parent, f"{address._PREFIX}starting")
     died_at_start = left_behind(parent, f"{address._PREFIX}old", age=10_000)
     of_others = left_behind(parent, "not-ours", age=10_000, lock=True)
+    for number in range(20):  # by anybody, as in /tmp; whatever the order of the names
+        (parent / f"{address._PREFIX}link{number}").symlink_to("nowhere")
     living = PrivateDirectory()
     another = PrivateDirectory()
     assert not dead.exists()

@@ -264,11 +264,13 @@ def _check_parent(parent: Path) -> None:
 
 def _remove_left_behind(parent: Path, prefix: str) -> None:
     """Removes the directories of this user's workers that were killed."""
+    names: list[str] = []
     with contextlib.suppress(OSError):
-        # Not by glob: /tmp may have thousands of entries.
-        for path in [parent / name for name in os.listdir(parent) if name.startswith(prefix)]:
-            status = path.stat()
-            if status.st_uid != os.getuid():
+        names = os.listdir(parent)  # not by glob: /tmp may have thousands of entries
+    for path in [parent / name for name in names if name.startswith(prefix)]:
+        with contextlib.suppress(OSError):  # another worker removes it, for example
+            status = path.lstat()
+            if status.st_uid != os.getuid() or not stat.S_ISDIR(status.st_mode):
                 continue
             has_lock, age = (path / _LOCK).exists(), time.time() - status.st_mtime
             if not is_alive(path) if has_lock else age > _START_SECONDS:
