@@ -321,8 +321,8 @@ class Agent:
         for service in self.services:
             service.on_handler_failed(error)
 
-    def _explain(self, member: MemberId) -> str:
-        notes = (service.explain(member) for service in self.services)
+    def _explain(self, member: MemberId, call_id: int = 0) -> str:
+        notes = (service.explain(member, call_id) for service in self.services)
         return "".join((self.liveness.explain(member), *notes))
 
     def _post_termination(self, member: MemberId, content: TerminationMessage) -> None:

@@ -240,7 +240,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
     for wrong in (
         b"[]",
         b"{}",
-        b'{"format": 3}',
+        b'{"format": 4}',
         b"x",
         snapshot.dump().replace(b"member", b"rebmem"),
     ):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,14 @@ from zrpc.calls.function_names import handler_name, kind_name, readable
 from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
-from zrpc.services.inspection.stacks import activities
+from zrpc.services.inspection.stacks import activities, queued_requests
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["queued_requests", "take_snapshot"]
+__all__ = ["take_snapshot"]
 
 
-def take_snapshot(
-    agent: Agent, full_for: float | None, notes: Sequence[str], max_entries: int
-) -> Snapshot:
+def take_snapshot(agent: Agent, notes: Sequence[str], max_entries: int) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
     It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has numbers
@@ -36,7 +34,7 @@ def take_snapshot(
     found = activities(agent)[:max_entries] if max_entries else []
     handled = {activity.request for activity in found}
     waited_for = {call_id for activity in found for call_id in activity.calls}
-    queued = {id(request) for request in _requests_of(load.backlog)}
+    queued = {id(request) for request in queued_requests(load.backlog)}
     calls = agent.caller.calls.in_flight()
     requests = agent.callee.requests.all()
     # First those that something waits for, or works on.
@@ -49,7 +47,7 @@ def take_snapshot(
         host=socket.gethostname(),
         directory=agent.membership.own_record.directory,
         members=_members(agent),
-        pool=Pool(load.size, load.running, load.threads, load.queued, full_for),
+        pool=Pool(load.size, load.running, load.threads, load.queued, load.full_for),
         activities=found,
         calls=[_call(call, call.call_id in waited_for) for call in calls[:max_entries]],
         requests=[_request(each, id(each) in queued) for each in requests[:max_entries]],
@@ -58,16 +56,6 @@ def take_snapshot(
         notes=list(notes),
         stats=None if max_entries else _numbers(agent),
     )
-
-
-def queued_requests(agent: Agent, max_jobs: int) -> list[Message]:
-    """Returns the requests among the first jobs that wait for a thread of the pool."""
-    return _requests_of(agent.pool.load(max_jobs).backlog)
-
-
-def _requests_of(jobs: Iterable[Any]) -> list[Message]:
-    """Returns the requests that jobs of the pool are for; other jobs have none."""
-    return [job.request for job in jobs if isinstance(getattr(job, "request", None), Message)]
 
 
 def _members(agent: Agent) -> list[Member]:

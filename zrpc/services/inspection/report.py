@@ -240,7 +240,7 @@ def _pool_text(snapshot: Snapshot) -> str:
     text = f"pool: {pool.running} of {pool.size} threads run"
     if pool.queued:
         text += f", {pool.queued} requests wait for one"
-    if pool.full_for is not None and pool.full_for >= 1:
+    if pool.full_for >= 1:
         text += f", as some have all the time for {pool.full_for:.0f} s"
     return text
 

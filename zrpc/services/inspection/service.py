@@ -1,27 +1,28 @@
-"""Plugs inspection into an agent.
+"""Plugs inspection into an agent: the questions what a worker does, and their answers.
 
-It warns of slow calls, reports full pools to callers, and answers questions about
-what the worker is doing.
+A worker asks its callees where its slow calls stand (see `zrpc.services.inspection.questions`), and
+warns of them. It answers its callers, and the visitors of its private socket, who may also ask what
+the members on other hosts do.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
-from zrpc.errors import ProtocolError
-from zrpc.services.inspection.collect import queued_requests, take_snapshot
-from zrpc.services.inspection.congestion import Congestion, Place, Report, Reports
+from zrpc.errors import ProtocolError, RpcError
+from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
-from zrpc.services.inspection.stacks import requests_to_begin
+from zrpc.services.inspection.questions import Answer, Questions, dump_question, read_question
+from zrpc.services.inspection.standing import Work, where_calls_stand
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -34,92 +35,172 @@ logger = logging.getLogger(__name__)
 # How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives
 # nothing meanwhile.
 _MAX_ENTRIES = 1000
+# Slow calls are looked for so often while a callee is asked once.
+_LOOKS_PER_QUESTION = 4
 
-# A question to workers on other hosts, with which their answers begin: its number, and whether it
-# asks for what they have done, in numbers.
-_QUESTION = struct.Struct("<Q?")
+# With this a question and its answer begin: the question's number, the way, the number of ways, and
+# how many messages went that way before.
+_HEAD = struct.Struct("<QBBQ")
 
 
 class InspectionService(Service):
-    """Tells a worker's log, its peers and its user what the worker is doing.
+    """Tells a worker's log, its peers and its user what the worker is doing and waiting for.
 
-    All of it is done in the agent's ticks, by the thread that receives. Calls pass through none
-    of it.
+    All of it is done in the agent's ticks, by the thread that receives, except for sending each
+    way, since another thread may be copying a large message into the mailbox. Calls pass through
+    none of it.
+
+    Attributes:
+        rules: what callees are asked, and what their answers mean.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self._queues = {place: Congestion(place) for place in Place}
-        self._reports = Reports()
-        self._stuck = StuckCalls(agent, agent.options.warn_after, self.explain)
+        self.rules = Questions()
+        self._looked_at = float("-inf")
+        limit = agent.options.warn_after
+        self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
         # For each question about other hosts: who asks, and the members still to answer.
-        self._asked: dict[int, tuple[Visitor, set[MemberId]]] = {}
-        self._numbers = itertools.count(1)
+        self._visits: dict[int, tuple[Visitor, set[MemberId]]] = {}
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        return {
-            Kind.BUSY: self._on_busy,
-            Kind.INSPECT: self._on_inspect,
-            Kind.SNAPSHOT: self._on_snapshot,
-        }
+        return {Kind.ASK: self._on_question, Kind.TELL: self._on_answer}
 
     @override
-    def explain(self, member: MemberId) -> str:
+    def on_member_lost(self, member: MemberId) -> None:
+        self.rules.forget(member)
+
+    @override
+    def explain(self, member: MemberId, call_id: int = 0) -> str:
         membership = self.agent.membership
         info = membership.infos.get(member)
         if info is None:
             return ""
         name = f"{info.name} (rank {info.id})"
-        now = time.monotonic()
-        if member == self.agent.membership.own_id:
-            reports = [self._own_report(place, now) for place in Place]
-            texts = [report.text() for report in reports if report is not None]
-            return f"; {name} is this worker: {'; '.join(texts)}" if texts else ""
-        text = self._reports.describe(member, name, now, member in membership.lost)
-        return f"; {text}" if text else ""
+        if member == membership.own_id:
+            text = Work(self.agent).load()
+            return text and f"; {name} is this worker: {text}"
+        lost = member in membership.lost
+        text = self.rules.describe(member, call_id, name, time.monotonic(), lost)
+        return text and f"; {text}"
 
     @override
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
-    # -- in the I/O thread ---------------------------------------------------------------
+    # -- what this worker asks -----------------------------------------------------------
 
     @override
     def tick(self) -> None:
-        """Warns of calls, reports full pools to callers, and answers visitors."""
+        """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
-        pool = self.agent.pool
-        if self._queues[Place.POOL].observe_queue(now, pool.queued, pool.begun):
-            waiting = queued_requests(self.agent, _MAX_ENTRIES)
-            self._report_to_callers(Place.POOL, waiting, now)
-        if self._queues[Place.LOOP].observe_queue(now, len(self.agent.event_loop.coming()), 0):
-            self._report_to_callers(Place.LOOP, requests_to_begin(self.agent), now)
+        if now - self._looked_at >= self.rules.timing.question_seconds / _LOOKS_PER_QUESTION:
+            self._looked_at = now
+            self._ask_callees(now)
+        if self._listener is not None:
+            self._listener.serve(now)
+        self._stuck.check_calls(now)
+
+    def _ask_callees(self, now: float) -> None:
+        waiting: dict[MemberId, list[int]] = {member: [] for member in self.agent.awaited_members()}
+        for call in self.agent.caller.calls.in_flight():
+            if now - call.begun < self.rules.timing.question_seconds:
+                break  # those that follow are younger
+            if call.left:
+                waiting.setdefault(call.peer, []).append(call.call_id)
+        for member in (self.agent.membership.own_id, *self.agent.membership.lost):
+            waiting.pop(member, None)
+        if len(self.agent.outbox):  # some of these calls may not have been sent after all
+            return
+        self.rules.ask_only(waiting)
+        for member, call_ids in waiting.items():
+            number, asked = self.rules.ask(member, call_ids, now)
+            if number:
+                self._send_each_way(member, Kind.ASK, number, dump_question(asked))
+
+    def _on_answer(self, message: Message) -> None:
+        number, body = self._read(message)
+        if number in self._visits:
+            self._pass_on(number, message.sender, body)
+            return
+        calls = self.agent.caller.calls
+        answer, waiting = Answer.parse(body), calls.by_id
+        now = time.monotonic()
+        for call_id in self.rules.take_answer(message.sender, number, answer, waiting, now):
+            if calls.get(call_id) is not None:
+                info = self.agent.membership.infos[message.sender]
+                text = (
+                    f"a call to {info} or its answer is lost: a connection broke, or there was no "
+                    "memory for a large message. Whether the function has run is not known; call "
+                    "it again only if it may run twice"
+                )
+                logger.error("%s: %s", self.agent.worker_info, text)
+                self.agent.dispatcher.lost += 1
+                calls.settle(call_id, RpcError(text))
+
+    # -- what it is asked ----------------------------------------------------------------
+
+    def _on_question(self, message: Message) -> None:
+        number, body = self._read(message)
+        question = read_question(body)
+        if isinstance(question, str):
+            answer = _HEAD.pack(number, 0, 1, 0) + self._dump_snapshot(question)
+            self.agent.outbox.post(message.sender, Message(Kind.TELL, body=answer))
+        elif number:
+            told = where_calls_stand(self.agent, message.sender, question)
+            if not len(self.agent.outbox):  # else some answers are unsent: it will ask again
+                self._send_each_way(message.sender, Kind.TELL, number, told.dump())
+
+    def _dump_snapshot(self, question: str) -> bytes:
+        if question.endswith(NUMBERS):
+            return take_snapshot(self.agent, (), 0).dump()
+        notes = [self.explain(member).lstrip("; ") for member in self.rules.loaded()]
+        return take_snapshot(self.agent, notes, _MAX_ENTRIES).dump()
+
+    # -- both ----------------------------------------------------------------------------
+
+    def _send_each_way(self, member: MemberId, kind: Kind, number: int, body: bytes) -> None:
+        def first_frame(way: int, ways: int, sent: int) -> bytes:
+            return Message(kind, body=_HEAD.pack(number, way, ways, sent) + body).first_frame()
+
+        self.agent.completions.submit(partial(self.agent.outbox.post_each_way, member, first_frame))
+
+    def _read(self, message: Message) -> tuple[int, bytes]:
+        """Returns a question's number and what follows; 0 if it has not come by all ways yet.
+
+        Raises:
+            ProtocolError: the message is no question or answer.
+        """
+        body = bytes(message.body)
         try:
-            self._stuck.check_calls(now)
-            if self._listener is not None:
-                self._listener.serve(now)
-        except Exception:
-            # Reading the stacks of other threads must never end the thread that receives.
-            logger.exception("%s goes on after an error", self.agent.worker_info)
+            number, way, ways, sent = _HEAD.unpack_from(body)
+        except struct.error as error:
+            raise ProtocolError(f"expected the number of a question: {error}") from error
+        if way:
+            self.agent.dispatcher.break_off(message.sender)
+        if sent:
+            self._compare_counts(message.sender, min(way, 1), sent)
+        if not self.rules.is_complete(message.kind, message.sender, number, way, ways):
+            number = 0
+        return number, body[_HEAD.size :]
 
-    def _report_to_callers(self, place: Place, requests: Iterable[Message], now: float) -> None:
-        """Tells peers that their requests wait, or no longer do."""
-        waiting = {request.sender for request in requests} - {self.agent.membership.own_id}
-        reports = self._queues[place].reports_for(now, waiting, self._own_report(place, now))
-        for member, report in reports.items():
-            self.agent.outbox.post(member, Message(Kind.BUSY, body=report.pack()))
+    def _compare_counts(self, sender: MemberId, way: int, sent: int) -> None:
+        """Reports messages as lost if fewer have come by a way than were sent, twice."""
+        short = sent - self.agent.dispatcher.received_from(sender, way)
+        lost = self.rules.lost_messages(sender, way, short, time.monotonic())
+        if lost:
+            logger.error(
+                "%s: messages from %s are lost (%d): a connection broke, or there was no memory",
+                self.agent.worker_info,
+                self.agent.membership.infos[sender],
+                lost,
+            )
+            self.agent.dispatcher.count_missing(sender, way, lost)
 
-    def _own_report(self, place: Place, now: float) -> Report | None:
-        if place is Place.LOOP:
-            return self._queues[place].report(now, 1, 1, len(self.agent.event_loop.coming()))
-        load = self.agent.pool.load(0)
-        return self._queues[place].report(now, load.size, load.running, load.queued)
-
-    def _on_busy(self, message: Message) -> None:
-        self._reports.record(message.sender, Report.parse(message.body), time.monotonic())
+    # -- visitors ------------------------------------------------------------------------
 
     def _open_listener(self) -> Listener | None:
         directory = self.agent.membership.own_record.directory
@@ -132,54 +213,31 @@ class InspectionService(Service):
             return None
 
     def _answer_visitor(self, visitor: Visitor, question: str) -> None:
-        numbers = question.endswith(NUMBERS)
-        about = question.removesuffix(NUMBERS)
-        if about == SELF:
-            visitor.write(self._dump_snapshot(numbers))
-        if about != OTHERS or not self._ask_other_hosts(visitor, numbers):
+        if question.startswith(SELF):
+            visitor.write(self._dump_snapshot(question))
+        if not (question.startswith(OTHERS) and self._ask_other_hosts(visitor, question)):
             visitor.finish()
 
-    def _dump_snapshot(self, numbers: bool) -> bytes:
-        if numbers:
-            return take_snapshot(self.agent, None, (), 0).dump()
-        notes = [self.explain(member).lstrip("; ") for member in self._reports.members()]
-        full_for = self._queues[Place.POOL].full_for(time.monotonic())
-        return take_snapshot(self.agent, full_for, notes, _MAX_ENTRIES).dump()
-
-    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> bool:
+    def _ask_other_hosts(self, visitor: Visitor, question: str) -> bool:
         """Asks the members on other hosts; returns whether there are any."""
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
         members.discard(membership.own_id)
-        self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
-        number = next(self._numbers)
+        self._visits = {n: visit for n, visit in self._visits.items() if not visit[0].closed}
+        number = next(self.rules.numbers)
         if members:
-            self._asked[number] = (visitor, members)
+            self._visits[number] = (visitor, members)
         for member in sorted(members):
-            question = Message(Kind.INSPECT, body=_QUESTION.pack(number, numbers))
-            self.agent.outbox.post(member, question)
+            body = _HEAD.pack(number, 0, 1, 0) + dump_question(question)
+            self.agent.outbox.post(member, Message(Kind.ASK, body=body))
         return bool(members)
 
-    def _on_inspect(self, message: Message) -> None:
-        """Answers a member whose user asks what workers on other hosts are doing."""
-        number, numbers = _question_of(message)
-        body = _QUESTION.pack(number, numbers) + self._dump_snapshot(numbers)
-        self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body))
-
-    def _on_snapshot(self, message: Message) -> None:
-        number, _ = _question_of(message)
-        visitor, members = self._asked.get(number, (None, set()))
-        if visitor is None or message.sender not in members:
-            return
-        members.discard(message.sender)
-        visitor.write(bytes(message.body[_QUESTION.size :]).replace(b"\n", b" "))
+    def _pass_on(self, number: int, sender: MemberId, answer: bytes) -> None:
+        """Gives a visitor the answer of a member on another host."""
+        visitor, members = self._visits[number]
+        if sender in members:
+            members.discard(sender)
+            visitor.write(answer.replace(b"\n", b" "))
         if not members:
-            del self._asked[number]
+            del self._visits[number]
             visitor.finish()
-
-
-def _question_of(message: Message) -> tuple[int, bool]:
-    try:
-        return _QUESTION.unpack_from(message.body)
-    except struct.error as error:
-        raise ProtocolError(f"expected the number of a question: {error}") from error

@@ -11,7 +11,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 __all__ = ["FORMAT", "Activity", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 3
+FORMAT = 4
 
 
 class Frame(NamedTuple):
@@ -109,14 +109,14 @@ class Pool:
         running: how many run; a thread that waits for another worker does not count.
         threads: how many exist.
         queued: how many jobs wait for a thread.
-        full_for: seconds for which some job has always been waiting; None if none waits.
+        full_for: seconds for which some job has always been waiting; 0 if none waits.
     """
 
     size: int
     running: int
     threads: int
     queued: int
-    full_for: float | None = None
+    full_for: float = 0.0
 
 
 @dataclass(slots=True)

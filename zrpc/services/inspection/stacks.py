@@ -41,7 +41,7 @@ from zrpc.runtime.processor_time import processor_time_of
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 
-__all__ = ["activities", "requests_to_begin"]
+__all__ = ["activities", "queued_requests", "requests_to_begin"]
 
 _HERE = os.path.dirname(__file__) + os.sep
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
@@ -89,6 +89,11 @@ def activities(agent: Agent) -> list[Activity]:
         found.append(activity)
         running.add(activity.request)
     return found + [each for each in _coroutines(agent) if each.request not in running]
+
+
+def queued_requests(backlog: Iterable[Any]) -> list[Message]:
+    """Returns the requests that queued jobs are for; other jobs have none."""
+    return [job.request for job in backlog if isinstance(getattr(job, "request", None), Message)]
 
 
 def requests_to_begin(agent: Agent) -> list[Message]:
@@ -152,8 +157,8 @@ def _coming(agent: Agent) -> list[tuple[Message, Any]]:
     """Returns the requests whose coroutines wait for the event loop, with these coroutines."""
     coming = agent.event_loop.coming()
     held = [(execution.request, each) for each in coming for execution in _held_by(each, Execution)]
-    accepted = {id(request) for request in agent.callee.requests.all()}
-    return [(request, each) for request, each in held if id(request) in accepted]
+    known = agent.callee.requests
+    return [(r, each) for r, each in held if known.get(r.sender, r.call_id) is r]
 
 
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:

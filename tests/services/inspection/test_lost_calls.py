@@ -19,8 +19,8 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
-from zrpc.services import loss_detection
-from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.services.inspection.questions import Questions, QuestionTiming
+from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh, faults
 from zrpc.transport.network import BULK_BYTES
 from zrpc.wire.kind import Kind
@@ -30,7 +30,7 @@ from zrpc.wire.message import Message
 pytestmark = pytest.mark.zrpc(workers=2, faults=True, options={"shared_memory": 0})
 
 OFTEN = 0.05
-TIMING = LossDetectionTiming(OFTEN, 4 * OFTEN)
+TIMING = QuestionTiming(OFTEN, 4 * OFTEN)
 SOON = 10.0
 SMALL, LARGE = b"x", b"x" * BULK_BYTES
 
@@ -52,7 +52,7 @@ class _Probe(Service):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_detection, "TIMING", TIMING)
+    monkeypatch.setattr(Questions, "timing", TIMING)
 
 
 @pytest.fixture(autouse=True)
@@ -84,8 +84,8 @@ def echo_late(value: Any, seconds: float) -> Any:
 @contextlib.contextmanager
 def unasked(mesh: Mesh) -> Iterator[None]:
     """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
-    rules = mesh.agent(0).service(LossDetector).rules
-    rules.timing = LossDetectionTiming(question_seconds=math.inf)
+    rules = mesh.agent(0).service(InspectionService).rules
+    rules.timing = QuestionTiming(question_seconds=math.inf)
     try:
         yield
     finally:
@@ -169,7 +169,7 @@ def test_nothing_is_asked_while_messages_wait_for_descriptors(caller: Mesh) -> N
         with no_descriptors(caller, 0, 1) as refused:
             caller.agent(0).outbox.post(MemberId(1), Message(Kind.CANCEL, 2**60))
             assert refused.is_set()
-            caller.agent(0).service(LossDetector).rules.timing = TIMING
+            caller.agent(0).service(InspectionService).rules.timing = TIMING
             time.sleep(10 * OFTEN)
             assert not future.done()
     with pytest.raises(zrpc.RpcError, match="is lost"):
@@ -189,9 +189,10 @@ def test_what_waits_for_room_is_not_lost(caller: Mesh) -> None:
 
 
 def test_words_of_nonsense_are_refused(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    for number, body in enumerate((b"", b"1" * 17, b"1" * 19), 1):
-        caller.agent(1).outbox.post(MemberId(0), Message(Kind.MISSING, body=body))
-        until(lambda: caplog.text.count("ProtocolError: expected the numbers") == number)  # noqa: B023
+    words = [(kind, body) for kind in (Kind.ASK, Kind.TELL) for body in (b"", b"1" * 17, b"1" * 19)]
+    for number, (kind, body) in enumerate(words, 1):
+        caller.agent(1).outbox.post(MemberId(0), Message(kind, body=body))
+        until(lambda: caplog.text.count("ProtocolError: expected") == number)  # noqa: B023
 
 
 @pytest.mark.system
