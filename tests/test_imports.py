@@ -282,7 +282,7 @@ FORBIDDEN = {
     "zrpc.services.inspection.wait_graph": IO,
     "zrpc.services.inspection.questions": IO,
     "zrpc.agent.termination": IO,
-    "zrpc.services.inspection.listener": {"zmq", "threading", "torch", "pickle"},
+    "zrpc.services.inspection.listener": {"zmq", "torch", "pickle"},
     "zrpc.membership.cluster_environment": {"zmq", "socket", "os", "threading", "torch"},
     "zrpc.wire.message": {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"},
     "zrpc.errors": {"zmq", "torch"},

@@ -20,7 +20,7 @@ import zrpc.autograd as dist_autograd
 from tests.support.waiting import until
 from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
-from zrpc.services.inspection.questions import Questions, QuestionTiming
+from zrpc.services.inspection.questions import Questions
 from zrpc.services.rref.value import OwnedValue
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
@@ -333,7 +333,7 @@ def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
 @pytest.mark.zrpc(workers=2, faults=True)
 def test_lost_messages_are_counted(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # Agents read it as they start.
-    monkeypatch.setattr(Questions, "timing", QuestionTiming(0.05, 0.2))
+    monkeypatch.setattr(Questions, "seconds", 0.05)
     mesh = make_mesh()
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     assert lost_messages(mesh) == [0, 0]

@@ -11,7 +11,6 @@ from zrpc.errors import ProtocolError
 from zrpc.services.inspection.questions import (
     Answer,
     Questions,
-    QuestionTiming,
     dump_question,
     read_question,
 )
@@ -26,7 +25,7 @@ NOTHING = Answer({})
 @pytest.fixture
 def rules() -> Questions:
     made = Questions()
-    made.timing = QuestionTiming(question_seconds=1.0, patience_seconds=4.0)
+    made.seconds = 2.0
     return made
 
 
@@ -45,8 +44,8 @@ def test_an_answer_is_waited_for_longer_each_time_and_then_asked_for_soon(rules:
     assert [now for now, number in enumerate(numbers) if number] == [0, 4, 12, 28]
     assert list(filter(None, numbers)) == [1, 2, 3, 4]
     assert rules.take_answer(PEER, 4, NOTHING, (), 29.0) == []
-    assert [number_of(rules, now) for now in (29.9, 30.0)] == [0, 5]
-    assert [number_of(rules, now) for now in (33.5, 34.0)] == [0, 6]  # as patient as at first
+    assert [number_of(rules, now) for now in (30.9, 31.0)] == [0, 5]
+    assert [number_of(rules, now) for now in (34.5, 35.0)] == [0, 6]  # as patient as at first
 
 
 def test_what_is_missing_once_is_not_lost(rules: Questions) -> None:
@@ -107,13 +106,13 @@ def test_messages_are_lost_that_are_missing_twice(rules: Questions) -> None:
     def lost(*looks: tuple[int, float]) -> list[int]:
         return [rules.lost_messages(PEER, 0, short, at) for short, at in looks]
 
-    moments = [(2, 0.0), (2, 0.4), (0, 0.6), (3, 1.5), (3, 1.8), (1, 1.9)]
+    moments = [(2, 0.0), (2, 0.8), (0, 1.2), (3, 3.0), (3, 3.6), (1, 3.8)]
     assert lost(*moments) == [0] * 6
     # Of three messages, two are missing for more than half of the time between two questions.
-    assert lost((0, 2.0), (3, 3.0), (2, 3.4), (2, 3.6)) == [0, 0, 0, 2]
+    assert lost((0, 4.0), (3, 6.0), (2, 6.8), (2, 7.2)) == [0, 0, 0, 2]
     # They count as received then; another two are missing later.
-    assert lost((2, 4.8), (1, 5.4)) == [0, 1]
-    assert rules.lost_messages(PEER, 1, 1, 6.0) == 0  # by another way
+    assert lost((2, 9.6), (1, 10.8)) == [0, 1]
+    assert rules.lost_messages(PEER, 1, 1, 12.0) == 0  # by another way
 
 
 def test_the_newest_answer_is_told(rules: Questions) -> None:
@@ -127,12 +126,10 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
     assert told(0, 9.0) == "9 s ago worker1 said that its pool is full"
     assert told(0, 1.0, gone=True) == "shortly before, its pool is full"
     assert told(0, 9.0, gone=True) == ""
-    assert rules.loaded() == [PEER]
     answered(rules, Answer({7: "running", 8: ""}), 10.0, (7, 8))
     assert [told(call, 10.0) for call in (7, 8, 0)] == [
         "worker1 is alive: this call is running"
     ] + [""] * 2
-    assert rules.loaded() == []
     rules.ask_only(())
     assert told(7, 10.0) == ""
 

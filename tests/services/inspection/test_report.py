@@ -143,7 +143,7 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
 def test_what_is_too_much_is_counted(caller: Mesh, door: Gate) -> None:
     futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
     door.await_entry(5)
-    taken = {rank: take_snapshot(caller.agent(rank), (), 2) for rank in range(2)}
+    taken = {rank: take_snapshot(caller.agent(rank), 2) for rank in range(2)}
     report = Report(MeshView(taken))
     assert "  and 3 more calls" in report.worker(taken[0])
     assert "  and 3 more requests" in report.worker(taken[1])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import re
+from typing import Any
 
 import pytest
 
@@ -10,12 +12,12 @@ import zrpc
 from tests.services.inspection.doors import knock, knock_and_await, knock_and_return, knock_at
 from tests.support.gates import Gate
 from tests.support.waiting import until
-from zrpc.services.inspection.questions import Questions, QuestionTiming
+from zrpc.services.inspection.questions import Questions
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
+from zrpc.wire.member_id import MemberId
 
 pytestmark = pytest.mark.system
-OFTEN = 0.05
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +27,7 @@ def busy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
     )
-    monkeypatch.setattr(Questions, "timing", QuestionTiming(OFTEN, 4 * OFTEN))
+    monkeypatch.setattr(Questions, "seconds", 0.05)
 
 
 def explained(mesh: Mesh, text: str, rank: int = 1) -> str:
@@ -124,12 +126,15 @@ def test_a_time_out_says_that_the_event_loop_is_held_up(caller: Mesh, door: Gate
         (knock_and_return, r"waiting for \d\.\d s for the future that its function has returned"),
     ],
 )
-def test_a_time_out_says_what_a_call_waits_for(
-    caller: Mesh, door: Gate, function: object, standing: str
+def test_a_callee_says_what_a_call_waits_for(
+    caller: Mesh, door: Gate, function: Any, standing: str
 ) -> None:
-    with pytest.raises(zrpc.RpcTimeoutError, match=f"is alive: this call is {standing}"):
-        zrpc.rpc_sync("worker1", function, args=("worker0",), timeout=0.5)  # type: ignore[arg-type]
+    future = zrpc.rpc_async("worker1", function, args=("worker0",))
+    [call] = caller.agent(0).caller.calls.in_flight()
+    rules = caller.agent(0).service(InspectionService).rules
+    until(lambda: re.match(standing, rules.standing(MemberId(1), call.call_id)), standing)
     door.opened.set()
+    assert future.wait() == "in"
 
 
 def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from zrpc.wire.message import Message
 __all__ = ["take_snapshot"]
 
 
-def take_snapshot(agent: Agent, notes: Sequence[str], max_entries: int) -> Snapshot:
+def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
     It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has numbers
@@ -53,7 +52,6 @@ def take_snapshot(agent: Agent, notes: Sequence[str], max_entries: int) -> Snaps
         requests=[_request(each, id(each) in queued) for each in requests[:max_entries]],
         calls_in_all=len(calls),
         requests_in_all=len(requests),
-        notes=list(notes),
         stats=None if max_entries else _numbers(agent),
     )
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import selectors
 import socket
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from zrpc.errors import AuthenticationError
@@ -169,81 +171,50 @@ def ask(paths: Sequence[Path], timeout: float, question: str = SELF) -> list[Ans
     The timeout, in seconds, is for all together. The question is about themselves, or about workers
     on other hosts. The answers come in the order of the paths.
     """
-    selector = selectors.DefaultSelector()
-    visits = [_Visit(path, question) for path in paths]
-    for visit in visits:
-        if not visit.done:
-            selector.register(visit.connection, selectors.EVENT_READ, visit)
-    deadline = time.monotonic() + timeout
-    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
-            visit = key.data
-            visit.read()
-            if visit.done:
-                selector.unregister(visit.connection)
-    selector.close()
-    return [visit.finish(timeout) for visit in visits]
+    with ThreadPoolExecutor(max(1, len(paths))) as threads:
+        return list(threads.map(partial(_ask, timeout=timeout, question=question), paths))
 
 
-class _Visit:
-    """A connection to one worker that is asked."""
-
-    def __init__(self, path: Path, question: str) -> None:
-        self.answer = Answer(str(path))
-        self.done = False
-        self._data = b""
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.connection.setblocking(False)
-        try:
-            self.connection.connect(str(path / SOCKET))
-            self.answer.pid, user = peer_of(self.connection)
+def _ask(path: Path, timeout: float, question: str) -> Answer:
+    """Asks one worker; returns its answer, as far as it has arrived in time."""
+    answer, data, ended = Answer(str(path)), b"", False
+    end = time.monotonic() + timeout
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(str(path / SOCKET))
+            answer.pid, user = peer_of(connection)
             if user != os.geteuid():
                 raise OSError(errno.EPERM, f"its process is of user {user}")
-            self.connection.send(f"{question}\n".encode())
-        except BlockingIOError:
-            self._fail("too many ask it already, and it answers none of them")
-        except FileNotFoundError:
-            self._fail("it can't be asked: it is starting or exiting")
-        except OSError as error:
-            self._fail(f"it can't be asked: {error.strerror}")
+            connection.sendall(f"{question}\n".encode())
+            with contextlib.suppress(TimeoutError):
+                while not ended and (left := end - time.monotonic()) > 0:
+                    connection.settimeout(left)
+                    received = connection.recv(1 << 16)
+                    data, ended = data + received, not received
+        whole, _, _ = data.rpartition(b"\n")
+        answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
+        if not answer.snapshots:
+            exited = "it exited while it was asked"
+            answer.problem = exited if ended else _why_silent(answer.pid, timeout)
+    except BlockingIOError:
+        answer.problem = "too many ask it already, and it answers none of them"
+    except FileNotFoundError:
+        answer.problem = "it can't be asked: it is starting or exiting"
+    except OSError as error:
+        answer.problem = f"it can't be asked: {error.strerror}"
+    except ValueError as error:
+        answer.problem = str(error)
+    return answer
 
-    def read(self) -> None:
-        """Reads what has arrived."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self._data += data
-        self.done = not data
 
-    def _fail(self, problem: str) -> None:
-        self.answer.problem = problem
-        self.done = True
-
-    def finish(self, timeout: float) -> Answer:
-        """Closes the connection; returns the answer, as far as it has arrived."""
-        self.connection.close()
-        whole, _, _ = self._data.rpartition(b"\n")
-        try:
-            self.answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
-        except ValueError as error:
-            self._fail(str(error))
-        if not self.answer.snapshots and not self.answer.problem:
-            self.answer.problem = (
-                "it exited while it was asked" if self.done else self._why_silent(timeout)
-            )
-        return self.answer
-
-    def _why_silent(self, timeout: float) -> str:
-        if _state(self.answer.pid) in ("T", "t"):
-            return "its process is stopped (SIGSTOP, or a debugger)"
-        return (
-            f"no answer within {timeout:g} s: its Python does not get to run, as when a C "
-            f"function holds the interpreter's lock; `py-spy dump --pid {self.answer.pid}` may "
-            "show where"
-        )
+def _why_silent(pid: int, timeout: float) -> str:
+    if _state(pid) in ("T", "t"):
+        return "its process is stopped (SIGSTOP, or a debugger)"
+    return (
+        f"no answer within {timeout:g} s: its Python does not get to run, as when a C "
+        f"function holds the interpreter's lock; `py-spy dump --pid {pid}` may show where"
+    )
 
 
 def _state(pid: int) -> str:

@@ -33,7 +33,7 @@ from zrpc.errors import ProtocolError
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Answer", "QuestionTiming", "Questions", "dump_question", "read_question"]
+__all__ = ["Answer", "Questions", "dump_question", "read_question"]
 
 # A question names no more calls than this: the oldest.
 _MAX_CALLS = 1024
@@ -41,6 +41,8 @@ _MAX_BYTES = 1 << 18
 _MAX_TEXT = 300
 # How long an answer is taken to describe the present.
 _FRESH_SECONDS = 3.0
+# Where a call stands that the callee does not have.
+_MISSING = "not there, or no longer"
 
 
 def dump_question(question: Sequence[int] | str) -> bytes:
@@ -83,6 +85,11 @@ class Answer(NamedTuple):
     calls: Mapping[int, str]
     load: str = ""
 
+    def about(self, call: int) -> str:
+        """Returns what it says of the callee and of one call, as a sentence; empty if nothing."""
+        standing = self.calls.get(call)
+        return "; ".join(filter(None, (self.load, standing and f"this call is {standing}")))
+
     def dump(self) -> bytes:
         """Returns the answer as the body of a message."""
         calls = {each: text[:_MAX_TEXT] for each, text in self.calls.items()}
@@ -106,18 +113,7 @@ class Answer(NamedTuple):
         raise ProtocolError("expected where calls stand, found something else")
 
 
-@dataclass(frozen=True, slots=True)
-class QuestionTiming:
-    """When callees are asked, in seconds.
-
-    Attributes:
-        question_seconds: how often a callee is asked, and the age from which calls are asked about.
-        patience_seconds: how long the first answer is waited for before the question is repeated: a
-            large message may be ahead of the question, or the question may be lost.
-    """
-
-    question_seconds: float = 1.0
-    patience_seconds: float = 2.0
+_NOTHING = Answer({})
 
 
 @dataclass(slots=True)
@@ -130,7 +126,8 @@ class _Question:
         patience: how long its answer is waited for.
         patient_until: nothing is asked before this time.
         missing: the calls that the callee did not have when it last answered.
-        answer: its latest answer, and when that came; None if there was none.
+        answer: its latest answer, with what was missing.
+        answered_at: when that came.
     """
 
     number: int = 0
@@ -138,16 +135,21 @@ class _Question:
     patience: float = 0.0
     patient_until: float = 0.0
     missing: set[int] = field(default_factory=set)
-    answer: tuple[Answer, float] | None = None
+    answer: Answer = _NOTHING
+    answered_at: float = 0.0
 
 
 class Questions:
     """The questions of one worker, and what its peers have answered.
 
     For one thread at a time, except for `describe`, which any thread may call.
+
+    Attributes:
+        seconds: how often a callee is asked, and the age from which calls are asked about.
+        numbers: of questions.
     """
 
-    timing = QuestionTiming()
+    seconds = 1.0
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -174,8 +176,9 @@ class Questions:
         asked = self._questions.setdefault(member, _Question())
         if now < asked.patient_until:
             return 0, ()
-        # Longer each time, so that an answer comes in time, however slow the network.
-        asked.patience = 2 * asked.patience if asked.number else self.timing.patience_seconds
+        # Longer each time, so that an answer comes in time: a large message may be ahead of the
+        # question, or the question may be lost.
+        asked.patience = 2 * (asked.patience if asked.number else self.seconds)
         asked.number, asked.patient_until = next(self.numbers), now + asked.patience
         asked.calls = calls[:_MAX_CALLS]
         return asked.number, asked.calls
@@ -196,26 +199,17 @@ class Questions:
         if not number or asked is None or number != asked.number:
             return ()
         # Not again at once: what is missing has some time to arrive after all.
-        asked.number, asked.patient_until = 0, now + self.timing.question_seconds
-        found = {each: answer.calls[each] for each in asked.calls if each in answer.calls}
-        asked.answer = answer._replace(calls=found), now
-        before = asked.missing
-        asked.missing = {each for each in asked.calls if each not in found and each in waiting}
-        return sorted(before & asked.missing)
-
-    def loaded(self) -> list[MemberId]:
-        """Returns the peers at which requests have to wait."""
-        found = self._questions.items()
-        return sorted(peer for peer, each in found if each.answer and each.answer[0].load)
+        asked.number, asked.patient_until = 0, now + self.seconds
+        standing = {each: answer.calls.get(each, _MISSING) for each in asked.calls}
+        asked.answer, asked.answered_at = answer._replace(calls=standing), now
+        missing = {each for each in standing if each not in answer.calls and each in waiting}
+        before, asked.missing = asked.missing, missing
+        return sorted(before & missing)
 
     def standing(self, member: MemberId, call: int) -> str:
         """Returns where a call stands at its callee: "queued ..."; empty if that is not known."""
         asked = self._questions.get(member)
-        if asked is None or asked.answer is None:
-            return ""
-        if call in asked.missing:
-            return "not there, or no longer"
-        return asked.answer[0].calls.get(call, "")
+        return asked.answer.calls.get(call, "") if asked is not None else ""
 
     def describe(self, member: MemberId, call: int, name: str, now: float, gone: bool) -> str:
         """Returns what a peer last said of itself and of a call, as a sentence; empty if nothing.
@@ -228,16 +222,13 @@ class Questions:
             gone: whether the peer is lost.
         """
         asked = self._questions.get(member)
-        if asked is None or asked.answer is None:
+        text = asked.answer.about(call) if asked is not None else ""
+        if asked is None or not text:
             return ""
-        answer, at = asked.answer
-        standing = self.standing(member, call)
-        text = "; ".join(filter(None, (answer.load, standing and f"this call is {standing}")))
-        if now - at < _FRESH_SECONDS:
-            before = "shortly before, " if gone else f"{name} is alive: "
-        else:
-            before = "" if gone else f"{now - at:.0f} s ago {name} said that "
-        return before and text and f"{before}{text}"
+        age = now - asked.answered_at
+        if age < _FRESH_SECONDS:
+            return f"shortly before, {text}" if gone else f"{name} is alive: {text}"
+        return "" if gone else f"{age:.0f} s ago {name} said that {text}"
 
     def is_complete(self, kind: int, sender: MemberId, number: int, way: int, ways: int) -> bool:
         """Whether a question or an answer has now come by all ways; true once, if by several."""
@@ -262,7 +253,7 @@ class Questions:
         if lost <= 0:
             self._short[sender, way] = short, now
             return 0
-        if now - since < self.timing.question_seconds / 2:
+        if now - since < self.seconds / 2:
             self._short[sender, way] = lost, since
             return 0
         self._short[sender, way] = short - lost, now

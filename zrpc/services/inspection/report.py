@@ -60,8 +60,6 @@ class Report:
         ]:
             if left > 0:
                 yield f"  and {left} more {what}"
-        for note in snapshot.notes:
-            yield f"  {note}"
         yield from self._stacks(snapshot)
 
     def _stacks(self, snapshot: Snapshot) -> Iterator[str]:

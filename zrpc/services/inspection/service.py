@@ -7,12 +7,14 @@ the members on other hosts do.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 
 from typing_extensions import override
 
@@ -20,9 +22,9 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
 from zrpc.services.inspection.collect import take_snapshot
-from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
+from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Answer, Questions, dump_question, read_question
-from zrpc.services.inspection.standing import Work, where_calls_stand
+from zrpc.services.inspection.standing import where_calls_stand
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -37,6 +39,10 @@ logger = logging.getLogger(__name__)
 _MAX_ENTRIES = 1000
 # Slow calls are looked for so often while a callee is asked once.
 _LOOKS_PER_QUESTION = 4
+# How long the members on other hosts may take for an answer to a visitor, and how often it is seen
+# whether this worker has shut down meanwhile.
+_VISIT_SECONDS = 10.0
+_LOOK_SECONDS = 0.1
 
 # With this a question and its answer begin: the question's number, the way, the number of ways, and
 # how many messages went that way before.
@@ -61,8 +67,8 @@ class InspectionService(Service):
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
-        # For each question about other hosts: who asks, and the members still to answer.
-        self._visits: dict[int, tuple[Visitor, set[MemberId]]] = {}
+        # The answers to each question of a visitor about other hosts, by its number.
+        self._visits: dict[int, Queue[tuple[MemberId, bytes]]] = {}
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -80,7 +86,7 @@ class InspectionService(Service):
             return ""
         name = f"{info.name} (rank {info.id})"
         if member == membership.own_id:
-            text = Work(self.agent).load()
+            text = where_calls_stand(self.agent, member, [call_id]).about(call_id)
             return text and f"; {name} is this worker: {text}"
         lost = member in membership.lost
         text = self.rules.describe(member, call_id, name, time.monotonic(), lost)
@@ -97,17 +103,17 @@ class InspectionService(Service):
     def tick(self) -> None:
         """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
-        if now - self._looked_at >= self.rules.timing.question_seconds / _LOOKS_PER_QUESTION:
+        if now - self._looked_at >= self.rules.seconds / _LOOKS_PER_QUESTION:
             self._looked_at = now
             self._ask_callees(now)
         if self._listener is not None:
-            self._listener.serve(now)
+            self._listener.admit()
         self._stuck.check_calls(now)
 
     def _ask_callees(self, now: float) -> None:
         waiting: dict[MemberId, list[int]] = {member: [] for member in self.agent.awaited_members()}
         for call in self.agent.caller.calls.in_flight():
-            if now - call.begun < self.rules.timing.question_seconds:
+            if now - call.begun < self.rules.seconds:
                 break  # those that follow are younger
             if call.left:
                 waiting.setdefault(call.peer, []).append(call.call_id)
@@ -123,8 +129,9 @@ class InspectionService(Service):
 
     def _on_answer(self, message: Message) -> None:
         number, body = self._read(message)
-        if number in self._visits:
-            self._pass_on(number, message.sender, body)
+        if (visit := self._visits.get(number)) is not None:
+            visit.put((message.sender, body))
+        if not number or visit is not None:
             return
         calls = self.agent.caller.calls
         answer, waiting = Answer.parse(body), calls.by_id
@@ -145,20 +152,15 @@ class InspectionService(Service):
 
     def _on_question(self, message: Message) -> None:
         number, body = self._read(message)
-        question = read_question(body)
+        question = read_question(body) if number else ()
         if isinstance(question, str):
-            answer = _HEAD.pack(number, 0, 1, 0) + self._dump_snapshot(question)
-            self.agent.outbox.post(message.sender, Message(Kind.TELL, body=answer))
-        elif number:
+            self._post(message.sender, Kind.TELL, number, self._dump_snapshot(question))
+        elif number and not len(self.agent.outbox):  # else some answers are unsent: it asks again
             told = where_calls_stand(self.agent, message.sender, question)
-            if not len(self.agent.outbox):  # else some answers are unsent: it will ask again
-                self._send_each_way(message.sender, Kind.TELL, number, told.dump())
+            self._send_each_way(message.sender, Kind.TELL, number, told.dump())
 
     def _dump_snapshot(self, question: str) -> bytes:
-        if question.endswith(NUMBERS):
-            return take_snapshot(self.agent, (), 0).dump()
-        notes = [self.explain(member).lstrip("; ") for member in self.rules.loaded()]
-        return take_snapshot(self.agent, notes, _MAX_ENTRIES).dump()
+        return take_snapshot(self.agent, 0 if question.endswith(NUMBERS) else _MAX_ENTRIES).dump()
 
     # -- both ----------------------------------------------------------------------------
 
@@ -167,6 +169,10 @@ class InspectionService(Service):
             return Message(kind, body=_HEAD.pack(number, way, ways, sent) + body).first_frame()
 
         self.agent.completions.submit(partial(self.agent.outbox.post_each_way, member, first_frame))
+
+    def _post(self, member: MemberId, kind: Kind, number: int, body: bytes) -> None:
+        """Sends a question or an answer by one way, when no order matters."""
+        self.agent.outbox.post(member, Message(kind, body=_HEAD.pack(number, 0, 1, 0) + body))
 
     def _read(self, message: Message) -> tuple[int, bytes]:
         """Returns a question's number and what follows; 0 if it has not come by all ways yet.
@@ -207,37 +213,29 @@ class InspectionService(Service):
         if not directory:
             return None
         try:
-            return Listener(Path(directory), self._answer_visitor)
+            name = f"zrpc-{self.agent.worker_info.name}-inspection"
+            return Listener(Path(directory), self.agent.context, name, self._answer_visitor)
         except OSError as error:
             logger.warning("zrpc stacks can't ask %s: %s", self.agent.worker_info, error)
             return None
 
-    def _answer_visitor(self, visitor: Visitor, question: str) -> None:
+    def _answer_visitor(self, question: str) -> Iterator[bytes]:
+        """Yields the answer to a visitor's question, in a thread of its own."""
         if question.startswith(SELF):
-            visitor.write(self._dump_snapshot(question))
-        if not (question.startswith(OTHERS) and self._ask_other_hosts(visitor, question)):
-            visitor.finish()
-
-    def _ask_other_hosts(self, visitor: Visitor, question: str) -> bool:
-        """Asks the members on other hosts; returns whether there are any."""
+            yield self._dump_snapshot(question)
+            return
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
         members.discard(membership.own_id)
-        self._visits = {n: visit for n, visit in self._visits.items() if not visit[0].closed}
-        number = next(self.rules.numbers)
-        if members:
-            self._visits[number] = (visitor, members)
+        number, answers = next(self.rules.numbers), Queue[tuple[MemberId, bytes]]()
+        self._visits[number] = answers
         for member in sorted(members):
-            body = _HEAD.pack(number, 0, 1, 0) + dump_question(question)
-            self.agent.outbox.post(member, Message(Kind.ASK, body=body))
-        return bool(members)
-
-    def _pass_on(self, number: int, sender: MemberId, answer: bytes) -> None:
-        """Gives a visitor the answer of a member on another host."""
-        visitor, members = self._visits[number]
-        if sender in members:
-            members.discard(sender)
-            visitor.write(answer.replace(b"\n", b" "))
-        if not members:
-            del self._visits[number]
-            visitor.finish()
+            self._post(member, Kind.ASK, number, dump_question(question))
+        end = time.monotonic() + _VISIT_SECONDS
+        while members and time.monotonic() < end and not self.agent.closed:
+            with contextlib.suppress(Empty):
+                member, answer = answers.get(timeout=_LOOK_SECONDS)
+                if member in members:
+                    members.discard(member)
+                    yield answer.replace(b"\n", b" ")
+        del self._visits[number]

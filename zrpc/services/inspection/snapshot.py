@@ -151,7 +151,6 @@ class Snapshot:
         requests: the requests that it has not answered, the first thousand.
         calls_in_all: the number of all outstanding calls.
         requests_in_all: the number of all requests that are not answered.
-        notes: further sentences, such as what a peer has reported.
         stats: `zrpc.stats`, processor time, memory and state; None if they were not asked for.
     """
 
@@ -167,7 +166,6 @@ class Snapshot:
     requests: list[Request]
     calls_in_all: int = 0
     requests_in_all: int = 0
-    notes: list[str] = field(default_factory=list)
     stats: dict[str, Any] | None = None
 
     def dump(self) -> bytes:

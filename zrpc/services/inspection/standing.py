@@ -19,7 +19,7 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Work", "where_calls_stand"]
+__all__ = ["where_calls_stand"]
 
 # The thread that looks receives nothing meanwhile. So it looks at this number of requests at most,
 # and describes this number of them: the oldest.
@@ -34,12 +34,12 @@ def where_calls_stand(agent: Agent, caller: MemberId, call_ids: Sequence[int]) -
     """Returns where some calls of a worker stand, the oldest first. In the I/O thread."""
     accepted = [agent.callee.requests.get(caller, each) for each in call_ids]
     here = [request for request in accepted if request is not None]
-    work = Work(agent)
+    work = _Work(agent)
     told = {request.call_id: work.standing(request) for request in here[:_MAX_TOLD]}
     return Answer(dict.fromkeys([each.call_id for each in here], "") | told, work.load())
 
 
-class Work:
+class _Work:
     """What a worker has to do at one moment. May be used in any thread."""
 
     def __init__(self, agent: Agent) -> None:
@@ -56,8 +56,7 @@ class Work:
     def _runs(self, request: Message) -> bool:
         """Returns whether a thread runs a request, and does not wait for another worker."""
         scope: CancelScope = request.scope
-        waits = id(request) in self._places or id(request) in self._coming
-        left = waits or scope.deferred or scope.in_task
+        left = scope.deferred or scope.in_task or id(request) in self._coming
         return bool(scope.started) and not left and not any(c.waiters for c in scope.children())
 
     def load(self) -> str:
