@@ -137,8 +137,8 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
 def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:
     answer = Answer({7: "queued", 8: ""}, "full")
     assert Answer.parse(answer.dump()) == answer
-    long = Answer(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000))
-    assert len(Answer.parse(long.dump()).calls[99]) < 1000
+    long = Answer(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000)).dump()
+    assert len(Answer.parse(long).calls) == 100
     assert read_question(dump_question("self")) == "self"
     deep, large = b"[" * 100_000, json.dumps(list(range(100_000))).encode()
     nonsense = (b"", b"\xff", b"x", b"7", b'{"calls": 7}', deep, large)

@@ -168,13 +168,14 @@ def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
     assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
     assert ", without a timeout" in caller
     assert "\n  ← knock for worker1 (rank 1), called 0." in caller
-    assert " s ago, runs in zrpc-worker0-" in caller
+    assert " s ago, running `knock` for 0." in caller
     assert "\n  → knock at worker0 (rank 0), for 0." in callee
     assert " waits for it, at " in callee
     assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
     assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
     assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
-    assert "s ago, is answered later, by a future or a coroutine\n" in callee
+    assert " s for the future that its function has returned\n" in callee
+    assert " s, and has waited for `knock` at worker0 for 0." in callee
     assert "nothing to do (--all shows them)" in callee
     everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
     assert "Thread zrpc-worker1-io-" in everything

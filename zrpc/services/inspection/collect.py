@@ -16,7 +16,8 @@ from zrpc.calls.function_names import handler_name, kind_name, readable
 from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
-from zrpc.services.inspection.stacks import activities, queued_requests
+from zrpc.services.inspection.stacks import activities
+from zrpc.services.inspection.standing import Work
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
@@ -29,11 +30,11 @@ def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
     It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has numbers
     instead.
     """
-    load = agent.pool.load(max_entries)
+    work = Work(agent)
+    load = work.pool
     found = activities(agent)[:max_entries] if max_entries else []
     handled = {activity.request for activity in found}
     waited_for = {call_id for activity in found for call_id in activity.calls}
-    queued = {id(request) for request in queued_requests(load.backlog)}
     calls = agent.caller.calls.in_flight()
     requests = agent.callee.requests.all()
     # First those that something waits for, or works on.
@@ -49,7 +50,7 @@ def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
         pool=Pool(load.size, load.running, load.threads, load.queued, load.full_for),
         activities=found,
         calls=[_call(call, call.call_id in waited_for) for call in calls[:max_entries]],
-        requests=[_request(each, id(each) in queued) for each in requests[:max_entries]],
+        requests=[_request(each, work) for each in requests[:max_entries]],
         calls_in_all=len(calls),
         requests_in_all=len(requests),
         stats=None if max_entries else _numbers(agent),
@@ -85,7 +86,7 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
     )
 
 
-def _request(request: Message, queued: bool) -> Request:
+def _request(request: Message, work: Work) -> Request:
     subject = (request.attachments or {}).get(Tag.SUBJECT, ())
     rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
     # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
@@ -95,7 +96,8 @@ def _request(request: Message, queued: bool) -> Request:
         id=request.call_id,
         what=handler_name(request),
         kind=kind_name(request.kind),
-        queued=queued,
+        queued=id(request) in work.places,
+        standing=work.standing(request),
         makes="".join(makes),
         needs="".join(needs),
     )

@@ -106,8 +106,7 @@ class Answer(NamedTuple):
         try:
             match _load(body):
                 case {"calls": dict(calls), "load": str(load)}:
-                    texts = {int(each): str(text)[:_MAX_TEXT] for each, text in calls.items()}
-                    return cls(texts, load[:_MAX_TEXT])
+                    return cls({int(each): str(text) for each, text in calls.items()}, load)
         except ValueError:
             pass
         raise ProtocolError("expected where calls stand, found something else")

@@ -48,12 +48,10 @@ class Report:
         waiting = {call_id: each for each in snapshot.activities for call_id in each.calls}
         for call in snapshot.calls:
             yield f"  → {self._call(call)}{_waited_for(waiting.get(call.id))}"
-        handlers = {each.request: each for each in snapshot.activities if each.request}
         for request in snapshot.requests:
-            handler = handlers.get((request.caller, request.id))
             asked = self._call_of(request)
             ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
-            yield f"  ← {self._request(request)}{ago} {_state(request, handler)}"
+            yield f"  ← {self._request(request)}{ago} {request.standing}"
         for what, left in [
             ("calls", snapshot.calls_in_all - len(snapshot.calls)),
             ("requests", snapshot.requests_in_all - len(snapshot.requests)),
@@ -245,16 +243,6 @@ def _pool_text(snapshot: Snapshot) -> str:
 
 def _waited_for(activity: Activity | None) -> str:
     return "" if activity is None else f"; {activity.name} waits for it{_at(activity.where)}"
-
-
-def _state(request: Request, handler: Activity | None) -> str:
-    if handler is not None:
-        return f"runs in {handler.name}"
-    if request.queued:
-        return "waits for a thread of the pool"
-    if request.needs:
-        return "waits for the value of an RRef"
-    return "is answered later, by a future or a coroutine"
 
 
 def _is_idle(activity: Activity) -> bool:

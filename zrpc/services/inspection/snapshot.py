@@ -58,6 +58,7 @@ class Request:
         what: the function's or method's name; empty if it is not known.
         kind: the kind of request.
         queued: whether it waits for a thread of the pool.
+        standing: where it stands, for people.
         makes: the RRef whose value it makes; empty if it makes none.
         needs: the RRef whose value it asks for; empty if it asks for none.
     """
@@ -67,6 +68,7 @@ class Request:
     what: str
     kind: str
     queued: bool = False
+    standing: str = ""
     makes: str = ""
     needs: str = ""
 

@@ -41,7 +41,7 @@ from zrpc.runtime.processor_time import processor_time_of
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 
-__all__ = ["activities", "queued_requests", "requests_to_begin"]
+__all__ = ["activities", "requests_to_begin"]
 
 _HERE = os.path.dirname(__file__) + os.sep
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
@@ -54,6 +54,7 @@ _RUNNERS = tuple(f.__code__ for f in (Execution.__call__, Execution._await, Requ
 _WAIT_ALL = (torch.futures.wait_all.__code__, wait_all.__code__)
 _AWAIT = Future.__await__.__code__
 _MAX_FRAMES = 1000
+_MAX_COROUTINES = 1000
 
 T = TypeVar("T")
 
@@ -91,13 +92,8 @@ def activities(agent: Agent) -> list[Activity]:
     return found + [each for each in _coroutines(agent) if each.request not in running]
 
 
-def queued_requests(backlog: Iterable[Any]) -> list[Message]:
-    """Returns the requests that queued jobs are for; other jobs have none."""
-    return [job.request for job in backlog if isinstance(getattr(job, "request", None), Message)]
-
-
 def requests_to_begin(agent: Agent) -> list[Message]:
-    """Returns the requests whose coroutines wait for the event loop to begin them."""
+    """Returns the oldest of the requests whose coroutines wait for the event loop."""
     return [request for request, _ in _coming(agent)]
 
 
@@ -155,7 +151,7 @@ def _coroutines(agent: Agent) -> list[Activity]:
 
 def _coming(agent: Agent) -> list[tuple[Message, Any]]:
     """Returns the requests whose coroutines wait for the event loop, with these coroutines."""
-    coming = agent.event_loop.coming()
+    coming = agent.event_loop.coming()[:_MAX_COROUTINES]
     held = [(execution.request, each) for each in coming for execution in _held_by(each, Execution)]
     known = agent.callee.requests
     return [(r, each) for r, each in held if known.get(r.sender, r.call_id) is r]

@@ -9,17 +9,18 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.services.inspection.questions import Answer
-from zrpc.services.inspection.stacks import queued_requests, requests_to_begin
+from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["where_calls_stand"]
+__all__ = ["Work", "where_calls_stand"]
 
 # The thread that looks receives nothing meanwhile. So it looks at this number of requests at most,
 # and describes this number of them: the oldest.
@@ -34,22 +35,28 @@ def where_calls_stand(agent: Agent, caller: MemberId, call_ids: Sequence[int]) -
     """Returns where some calls of a worker stand, the oldest first. In the I/O thread."""
     accepted = [agent.callee.requests.get(caller, each) for each in call_ids]
     here = [request for request in accepted if request is not None]
-    work = _Work(agent)
+    work = Work(agent)
     told = {request.call_id: work.standing(request) for request in here[:_MAX_TOLD]}
     return Answer(dict.fromkeys([each.call_id for each in here], "") | told, work.load())
 
 
-class _Work:
-    """What a worker has to do at one moment. May be used in any thread."""
+class Work:
+    """What a worker has to do at one moment. May be used in any thread.
+
+    Attributes:
+        pool: what its pool has to do.
+        places: the places of requests in the queue of the pool, by identity.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._names = agent.membership.infos
         self._now = time.monotonic()
-        self._pool = agent.pool.load(_MAX_REQUESTS)
-        queued = queued_requests(self._pool.backlog)
-        self._places = {id(request): place for place, request in enumerate(queued, 1)}
-        # The requests whose coroutines wait for the event loop, and since when.
+        self.pool = agent.pool.load(_MAX_REQUESTS)
+        queued = [getattr(job, "request", None) for job in self.pool.backlog]
+        self.places = {id(request): place for place, request in enumerate(queued, 1) if request}
+        # The requests whose coroutines wait for the event loop, and since when; and how many do.
         self._coming = {id(each): each.scope.started for each in requests_to_begin(agent)}
+        self._count_coming = len(agent.event_loop.coming())
         oldest = agent.callee.requests.all()[:_MAX_REQUESTS]
         self._running = [request for request in oldest if self._runs(request)]
 
@@ -64,7 +71,7 @@ class _Work:
         return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
 
     def _load_of_pool(self) -> str:
-        size, running, *_, queued, full_for, _ = self._pool
+        size, running, *_, queued, full_for, _ = self.pool
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
@@ -82,7 +89,7 @@ class _Work:
         held_for = self._now - min(self._coming.values(), default=self._now)
         if held_for < _SHORT_SECONDS:
             return ""
-        count = len(self._coming)
+        count = self._count_coming
         waiting = "a coroutine waits" if count == 1 else f"{count} coroutines wait"
         return (
             f"its event loop has been held up for {held_for:.0f} s, by a coroutine that does not "
@@ -93,9 +100,9 @@ class _Work:
         """Returns where a request stands: "queued ..." or "running ...", for example."""
         scope: CancelScope = request.scope
         here = f"for {self._now - scope.arrived:.1f} s"
-        started = f"for {self._now - scope.started:.1f} s"
-        if place := self._places.get(id(request)):
-            return f"queued {here}{self._behind()}, at place {place} of {self._pool.queued}"
+        started = f"for {self._now - (scope.started or scope.arrived):.1f} s"
+        if place := self.places.get(id(request)):
+            return f"queued {here}{self._behind}, at place {place} of {self.pool.queued}"
         if id(request) in self._coming:
             return f"waiting {started} for the event loop to begin it"
         if scope.deferred:
@@ -106,6 +113,7 @@ class _Work:
         what = "the value of an RRef" if request.kind == Kind.FETCH else "its turn"
         return f"waiting {here} for {what}"
 
+    @cached_property
     def _behind(self) -> str:
         """Returns which calls run, so that others are queued behind them."""
         groups = Counter(
