@@ -81,10 +81,7 @@ class InspectionService(Service):
     @override
     def explain(self, member: MemberId, call_id: int = 0) -> str:
         membership = self.agent.membership
-        info = membership.infos.get(member)
-        if info is None:
-            return ""
-        name = f"{info.name} (rank {info.id})"
+        name = self.agent.callees.describe(member)
         if member == membership.own_id:
             text = where_calls_stand(self.agent, member, [call_id]).about(call_id)
             return text and f"; {name} is this worker: {text}"

@@ -43,6 +43,7 @@ class StuckCalls:
         standing: Callable[[MemberId, int], str],
     ) -> None:
         self._agent = agent
+        self._name = agent.callees.describe
         self._limit = limit
         self._explain = explain
         self._standing = standing
@@ -108,10 +109,6 @@ class StuckCalls:
         standing = self._standing(call.peer, call.call_id)
         there = f"; there it is {standing}" if standing else ""
         return f"{line}, for {now - call.begun:.1f} s, since {_clock(call.begun)}{there}"
-
-    def _name(self, member: MemberId) -> str:
-        info = self._agent.membership.infos[member]
-        return f"{info.name} (rank {info.id})"
 
 
 def _clock(at: float) -> str:
