@@ -122,8 +122,9 @@ def test_visitors_are_few_at_the_same_time(asked: Asked, tmp_path: Path) -> None
 
 
 def _arrived(connection: socket.socket) -> bool:
+    connection.setblocking(False)
     with contextlib.suppress(BlockingIOError):
-        return bool(connection.recv(1, socket.MSG_DONTWAIT))
+        return bool(connection.recv(1))
     return False
 
 
