@@ -7,7 +7,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -58,12 +58,14 @@ class MeshView:
         silent: why there is no snapshot of each of the others.
         names: the names of all workers.
         pids: the process ids of the workers on this host.
+        directories: the private directories of the workers on this host; not by member.
     """
 
     snapshots: dict[MemberId, Snapshot]
     silent: dict[MemberId, str] = field(default_factory=dict)
     names: dict[MemberId, str] = field(default_factory=dict)
     pids: dict[MemberId, int] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
 
     def has_worker(self, workers: Collection[str]) -> bool:
         """Returns whether it has one of these names or process ids, or none is given."""
@@ -227,45 +229,26 @@ def _state(pid: int) -> str:
 
 def meshes(answers: Sequence[Answer]) -> tuple[list[MeshView], list[Answer]]:
     """Groups the answers by mesh; the second list is of those that belong to no known mesh."""
-    by_directory = {answer.directory: answer for answer in answers}
-    rest = dict(by_directory)
-    found = []
+    found: list[MeshView] = []
     for answer in answers:
-        if answer.directory in rest and answer.snapshots:
-            view = _view(answer, by_directory)
-            for snapshot in view.snapshots.values():
-                rest.pop(snapshot.directory, None)
-            found.append(view)
-    named = {m.directory for a in answers for s in a.snapshots for m in s.members if m.same_host}
-    return found, [answer for answer in rest.values() if answer.directory not in named]
-
-
-def _view(start: Answer, by_directory: Mapping[str, Answer]) -> MeshView:
-    """Returns the mesh of a worker that has answered, as far as all its workers answered."""
-    view = MeshView({})
-    left = [start]
-    while left:
-        answer = left.pop()
-        [snapshot] = answer.snapshots
-        if snapshot.member in view.snapshots:
-            continue  # several have listed it
-        view.snapshots[snapshot.member] = snapshot
-        view.pids[snapshot.member] = answer.pid
-        for member in snapshot.members:
-            view.names.setdefault(member.member, member.name)
-            asked = by_directory.get(member.directory)
-            if asked is None or not _is_of(asked, member):
-                _note_silence(view, member, asked)
-            elif member.member not in view.snapshots:
-                left.append(asked)
-    view.snapshots = dict(sorted(view.snapshots.items()))
-    view.silent = dict(sorted(view.silent.items()))
-    return view
-
-
-def _is_of(answer: Answer, member: Member) -> bool:
-    """Returns whether this member has answered, and not one with its path on another host."""
-    return [(s.member, s.name) for s in answer.snapshots] == [(member.member, member.name)]
+        for snapshot in answer.snapshots:
+            here = {member.directory for member in snapshot.members if member.same_host}
+            view = next((each for each in found if each.directories & here), None)
+            if view is None:
+                found.append(view := MeshView({}))
+            view.directories |= here
+            view.snapshots[snapshot.member] = snapshot
+            view.pids[snapshot.member] = answer.pid
+            view.names |= {member.member: member.name for member in snapshot.members}
+    by_directory = {answer.directory: answer for answer in answers}
+    for view in found:
+        view.snapshots = dict(sorted(view.snapshots.items()))
+        members = [member for each in view.snapshots.values() for member in each.members]
+        for member in sorted(members, key=lambda member: member.member):
+            if member.member not in view.snapshots:
+                _note_silence(view, member, by_directory.get(member.directory))
+    known = {directory for view in found for directory in view.directories}
+    return found, [answer for answer in answers if answer.directory not in known]
 
 
 def _note_silence(view: MeshView, member: Member, asked: Answer | None) -> None:

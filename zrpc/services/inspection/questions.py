@@ -25,7 +25,7 @@ import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
@@ -64,7 +64,7 @@ def read_question(body: Buffer) -> list[int] | str:
     raise ProtocolError(f"expected the numbers of calls, found {str(question)[:_MAX_TEXT]}")
 
 
-def _load(body: Buffer) -> object:
+def _load(body: Buffer) -> Any:
     data = bytes(body)
     if len(data) > _MAX_BYTES:
         raise ProtocolError(f"expected at most {_MAX_BYTES} bytes about calls, found {len(data)}")
@@ -103,13 +103,12 @@ class Answer(NamedTuple):
         Raises:
             ProtocolError: the body is something else.
         """
+        content = _load(body)
         try:
-            match _load(body):
-                case {"calls": dict(calls), "load": str(load)}:
-                    return cls({int(each): str(text) for each, text in calls.items()}, load)
-        except ValueError:
-            pass
-        raise ProtocolError("expected where calls stand, found something else")
+            calls = {int(each): str(text) for each, text in content["calls"].items()}
+            return cls(calls, str(content["load"]))
+        except (TypeError, LookupError, AttributeError, ValueError) as error:
+            raise ProtocolError(f"expected where calls stand: {error}") from error
 
 
 _NOTHING = Answer({})

@@ -226,13 +226,15 @@ class InspectionService(Service):
         members.discard(membership.own_id)
         number, answers = next(self.rules.numbers), Queue[tuple[MemberId, bytes]]()
         self._visits[number] = answers
-        for member in sorted(members):
-            self._post(member, Kind.ASK, number, dump_question(question))
-        end = time.monotonic() + _VISIT_SECONDS
-        while members and time.monotonic() < end and not self.agent.closed:
-            with contextlib.suppress(Empty):
-                member, answer = answers.get(timeout=_LOOK_SECONDS)
-                if member in members:
-                    members.discard(member)
-                    yield answer.replace(b"\n", b" ")
-        del self._visits[number]
+        try:
+            for member in sorted(members):
+                self._post(member, Kind.ASK, number, dump_question(question))
+            end = time.monotonic() + _VISIT_SECONDS
+            while members and time.monotonic() < end and not self.agent.closed:
+                with contextlib.suppress(Empty):
+                    member, answer = answers.get(timeout=_LOOK_SECONDS)
+                    if member in members:
+                        members.discard(member)
+                        yield answer.replace(b"\n", b" ")
+        finally:  # also if the visitor leaves
+            del self._visits[number]
