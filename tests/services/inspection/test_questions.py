@@ -116,16 +116,16 @@ def test_messages_are_lost_that_are_missing_twice(rules: Questions) -> None:
 
 
 def test_the_newest_answer_is_told(rules: Questions) -> None:
-    def told(call: int, now: float, gone: bool = False) -> str:
-        return rules.describe(PEER, call, "worker1", now, gone)
+    def told(call: int, now: float, state: str = "is alive") -> str:
+        return rules.describe(PEER, call, "worker1", state, now)
 
     assert told(7, 0.0) == ""
     answered(rules, Answer({7: "queued"}, "its pool is full"), 0.0, (7, 8))
     assert told(7, 1.0) == "worker1 is alive: its pool is full; this call is queued"
     assert told(8, 1.0).endswith("this call is not there, or no longer")
     assert told(0, 9.0) == "9 s ago worker1 said that its pool is full"
-    assert told(0, 1.0, gone=True) == "shortly before, its pool is full"
-    assert told(0, 9.0, gone=True) == ""
+    assert told(0, 1.0, "") == "shortly before, its pool is full"
+    assert told(0, 9.0, "") == ""
     answered(rules, Answer({7: "running", 8: ""}), 10.0, (7, 8))
     assert [told(call, 10.0) for call in (7, 8, 0)] == [
         "worker1 is alive: this call is running"

@@ -209,15 +209,15 @@ class Questions:
         asked = self._questions.get(member)
         return asked.answer.calls.get(call, "") if asked is not None else ""
 
-    def describe(self, member: MemberId, call: int, name: str, now: float, gone: bool) -> str:
+    def describe(self, member: MemberId, call: int, name: str, state: str, now: float) -> str:
         """Returns what a peer last said of itself and of a call, as a sentence; empty if nothing.
 
         Args:
             member: the peer.
             call: the number of the call; 0 for none.
             name: of the peer.
+            state: what to say of it: "is alive"; empty if it is lost.
             now: the time.
-            gone: whether the peer is lost.
         """
         asked = self._questions.get(member)
         text = asked.answer.about(call) if asked is not None else ""
@@ -225,8 +225,8 @@ class Questions:
             return ""
         age = now - asked.answered_at
         if age < _FRESH_SECONDS:
-            return f"shortly before, {text}" if gone else f"{name} is alive: {text}"
-        return "" if gone else f"{age:.0f} s ago {name} said that {text}"
+            return f"{name} {state}: {text}" if state else f"shortly before, {text}"
+        return f"{age:.0f} s ago {name} said that {text}" if state else ""
 
     def is_complete(self, kind: int, sender: MemberId, number: int, way: int, ways: int) -> bool:
         """Whether a question or an answer has now come by all ways; true once, if by several."""

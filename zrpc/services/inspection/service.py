@@ -81,12 +81,11 @@ class InspectionService(Service):
     @override
     def explain(self, member: MemberId, call_id: int = 0) -> str:
         membership = self.agent.membership
+        state = "is this worker" if member == membership.own_id else "is alive"
+        if member in membership.lost:
+            state = ""
         name = self.agent.callees.describe(member)
-        if member == membership.own_id:
-            text = where_calls_stand(self.agent, member, [call_id]).about(call_id)
-            return text and f"; {name} is this worker: {text}"
-        lost = member in membership.lost
-        text = self.rules.describe(member, call_id, name, time.monotonic(), lost)
+        text = self.rules.describe(member, call_id, name, state, time.monotonic())
         return text and f"; {text}"
 
     @override
@@ -114,7 +113,7 @@ class InspectionService(Service):
                 break  # those that follow are younger
             if call.left:
                 waiting.setdefault(call.peer, []).append(call.call_id)
-        for member in (self.agent.membership.own_id, *self.agent.membership.lost):
+        for member in self.agent.membership.lost:
             waiting.pop(member, None)
         if len(self.agent.outbox):  # some of these calls may not have been sent after all
             return
