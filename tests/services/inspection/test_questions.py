@@ -9,8 +9,8 @@ import pytest
 
 from zrpc.errors import ProtocolError
 from zrpc.services.inspection.questions import (
-    Answer,
     Questions,
+    Standings,
     dump_question,
     read_question,
 )
@@ -19,7 +19,7 @@ from zrpc.wire.member_id import MemberId
 
 ME, PEER = MemberId(0), MemberId(1)
 # What stands in no answer is missing.
-NOTHING = Answer({})
+NOTHING = Standings({})
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def number_of(rules: Questions, now: float, calls: Iterable[int] = ()) -> int:
     return rules.ask(PEER, list(calls), now)[0]
 
 
-def answered(rules: Questions, answer: Answer, now: float, calls: Iterable[int]) -> list[int]:
+def answered(rules: Questions, answer: Standings, now: float, calls: Iterable[int]) -> list[int]:
     """Asks about these calls, which all wait, and gives this answer; returns what is lost."""
     number = number_of(rules, now, calls)
     return list(rules.take_answer(PEER, number, answer, list(calls), now))
@@ -55,7 +55,7 @@ def test_what_is_missing_once_is_not_lost(rules: Questions) -> None:
     def answer(*missing: int) -> list[int]:
         nonlocal now
         now += 10.0
-        found = Answer({each: "" for each in (7, 8, 9) if each not in missing})
+        found = Standings({each: "" for each in (7, 8, 9) if each not in missing})
         return answered(rules, found, now, (7, 8, 9))
 
     answers = [answer(*missing) for missing in [(7,), (), (9, 7), (9,), (7,), (7, 8), (8,)]]
@@ -86,7 +86,7 @@ def test_the_oldest_calls_are_asked_about_and_no_others_are_kept(rules: Question
     number, asked = rules.ask(PEER, range(5000), 0.0)
     assert list(asked) == list(range(1024))
     assert read_question(dump_question(list(asked))) == list(asked)
-    told = Answer(dict.fromkeys(range(4000), "running"))
+    told = Standings(dict.fromkeys(range(4000), "running"))
     assert rules.take_answer(PEER, number, told, range(5000), 1.0) == []
     assert [rules.standing(PEER, call) for call in (1023, 1024)] == ["running", ""]
 
@@ -120,13 +120,13 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
         return rules.describe(PEER, call, "worker1", state, now)
 
     assert told(7, 0.0) == ""
-    answered(rules, Answer({7: "queued"}, "its pool is full"), 0.0, (7, 8))
+    answered(rules, Standings({7: "queued"}, "its pool is full"), 0.0, (7, 8))
     assert told(7, 1.0) == "worker1 is alive: its pool is full; this call is queued"
     assert told(8, 1.0).endswith("this call is not there, or no longer")
     assert told(0, 9.0) == "9 s ago worker1 said that its pool is full"
     assert told(0, 1.0, "") == "shortly before, its pool is full"
     assert told(0, 9.0, "") == ""
-    answered(rules, Answer({7: "running", 8: ""}), 10.0, (7, 8))
+    answered(rules, Standings({7: "running", 8: ""}), 10.0, (7, 8))
     assert [told(call, 10.0) for call in (7, 8, 0)] == [
         "worker1 is alive: this call is running"
     ] + [""] * 2
@@ -135,10 +135,10 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
 
 
 def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:
-    answer = Answer({7: "queued", 8: ""}, "full")
-    assert Answer.parse(answer.dump()) == answer
-    long = Answer(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000)).dump()
-    assert len(Answer.parse(long).calls) == 100
+    answer = Standings({7: "queued", 8: ""}, "full")
+    assert Standings.parse(answer.dump()) == answer
+    long = Standings(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000)).dump()
+    assert len(Standings.parse(long).calls) == 100
     assert read_question(dump_question("self")) == "self"
     deep, large = b"[" * 100_000, json.dumps(list(range(100_000))).encode()
     nonsense = (b"", b"\xff", b"x", b"7", b'{"calls": 7}', deep, large)
@@ -147,4 +147,4 @@ def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:
             read_question(body)
     for body in (*nonsense, b"[]", b'{"calls": {"a": ""}, "load": ""}'):
         with pytest.raises(ProtocolError):
-            Answer.parse(body)
+            Standings.parse(body)

@@ -33,7 +33,7 @@ from zrpc.errors import ProtocolError
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Answer", "Questions", "dump_question", "read_question"]
+__all__ = ["Questions", "Standings", "dump_question", "read_question"]
 
 # A question names no more calls than this: the oldest.
 _MAX_CALLS = 1024
@@ -74,7 +74,7 @@ def _load(body: Buffer) -> Any:
         raise ProtocolError(f"expected something about calls: {error}") from error
 
 
-class Answer(NamedTuple):
+class Standings(NamedTuple):
     """What a callee says of the calls that it was asked about.
 
     Attributes:
@@ -97,7 +97,7 @@ class Answer(NamedTuple):
         return json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass")
 
     @classmethod
-    def parse(cls, body: Buffer) -> Answer:
+    def parse(cls, body: Buffer) -> Standings:
         """Reads what `dump` wrote.
 
         Raises:
@@ -111,7 +111,7 @@ class Answer(NamedTuple):
             raise ProtocolError(f"expected where calls stand: {error}") from error
 
 
-_NOTHING = Answer({})
+_NOTHING = Standings({})
 
 
 @dataclass(slots=True)
@@ -133,7 +133,7 @@ class _Question:
     patience: float = 0.0
     patient_until: float = 0.0
     missing: set[int] = field(default_factory=set)
-    answer: Answer = _NOTHING
+    answer: Standings = _NOTHING
     answered_at: float = 0.0
 
 
@@ -182,7 +182,7 @@ class Questions:
         return asked.number, asked.calls
 
     def take_answer(
-        self, member: MemberId, number: int, answer: Answer, waiting: Collection[int], now: float
+        self, member: MemberId, number: int, answer: Standings, waiting: Collection[int], now: float
     ) -> Collection[int]:
         """Takes the answer to a question; returns the calls that are lost.
 

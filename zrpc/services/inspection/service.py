@@ -23,7 +23,7 @@ from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
 from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
-from zrpc.services.inspection.questions import Answer, Questions, dump_question, read_question
+from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
 from zrpc.services.inspection.standing import where_calls_stand
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
@@ -130,7 +130,7 @@ class InspectionService(Service):
         if not number or visit is not None:
             return
         calls = self.agent.caller.calls
-        answer, waiting = Answer.parse(body), calls.by_id
+        answer, waiting = Standings.parse(body), calls.by_id
         now = time.monotonic()
         for call_id in self.rules.take_answer(message.sender, number, answer, waiting, now):
             if calls.get(call_id) is not None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.function_names import asked_for, handler_name
-from zrpc.services.inspection.questions import Answer
+from zrpc.services.inspection.questions import Standings
 from zrpc.services.inspection.stacks import requests_to_begin
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -31,13 +31,13 @@ _MAX_GROUPS = 3
 _SHORT_SECONDS = 0.5
 
 
-def where_calls_stand(agent: Agent, caller: MemberId, call_ids: Sequence[int]) -> Answer:
+def where_calls_stand(agent: Agent, caller: MemberId, call_ids: Sequence[int]) -> Standings:
     """Returns where some calls of a worker stand, the oldest first. In the I/O thread."""
     accepted = [agent.callee.requests.get(caller, each) for each in call_ids]
     here = [request for request in accepted if request is not None]
     work = Work(agent)
     told = {request.call_id: work.standing(request) for request in here[:_MAX_TOLD]}
-    return Answer(dict.fromkeys([each.call_id for each in here], "") | told, work.load())
+    return Standings(dict.fromkeys([each.call_id for each in here], "") | told, work.load())
 
 
 class Work:
