@@ -66,8 +66,8 @@ class Load(NamedTuple):
         waiting: the number of jobs that wait for another worker.
         idle: the number of threads without a job.
         threads: the number of threads.
-        queued: the number of jobs that wait for a thread.
         full_for: for how many seconds some job has always waited; 0 if none waits.
+        queued: the number of jobs that wait for a thread.
         backlog: the first of those.
     """
 
@@ -76,8 +76,8 @@ class Load(NamedTuple):
     waiting: int
     idle: int
     threads: int
-    queued: int
     full_for: float
+    queued: int
     backlog: list[Job]
 
 
@@ -223,8 +223,8 @@ class HandlerPool:
                 at_work - self._running,
                 len(self._idle),
                 len(self._threads),
-                len(self._backlog),
                 time.monotonic() - self._full_since if self._backlog else 0.0,
+                len(self._backlog),
                 list(itertools.islice(self._backlog, limit)),
             )
 

@@ -71,7 +71,7 @@ class Work:
         return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
 
     def _load_of_pool(self) -> str:
-        size, running, *_, queued, full_for, _ = self.pool
+        size, running, *_, full_for, queued, _ = self.pool
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
