@@ -62,7 +62,9 @@ def test_what_is_missing_once_is_not_lost(rules: Questions) -> None:
     assert answers == [[], [], [], [9], [], [7], [8]]
     rules.forget(PEER)
     assert answer(8) == []
-    rules.ask_only({ME})
+    rules.ask_only({ME}, now + 1.9)
+    assert answer(8) == [8]
+    rules.ask_only({ME}, now + 2.0)
     assert answer(8) == []
     assert answer(8) == [8]
 
@@ -130,7 +132,7 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
     assert [told(call, 10.0) for call in (7, 8, 0)] == [
         "worker1 is alive: this call is running"
     ] + [""] * 2
-    rules.ask_only(())
+    rules.ask_only((), 20.0)
     assert told(7, 10.0) == ""
 
 

@@ -165,9 +165,10 @@ class Questions:
         for way in range(2):
             self._short.pop((member, way), None)
 
-    def ask_only(self, members: Collection[MemberId]) -> None:
-        """Drops the questions to peers for which nothing waits any longer."""
-        self._questions = {m: asked for m, asked in self._questions.items() if m in members}
+    def ask_only(self, members: Collection[MemberId], now: float) -> None:
+        """Drops the questions to other peers, since nothing waits for them, once they are old."""
+        questions = self._questions.items()
+        self._questions = {m: q for m, q in questions if m in members or now < q.patient_until}
 
     def ask(self, member: MemberId, calls: Sequence[int], now: float) -> tuple[int, Sequence[int]]:
         """Returns the number of a question to send to a peer, and its calls; 0 if none is due."""

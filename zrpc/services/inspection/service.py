@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 # How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives
 # nothing meanwhile.
 _MAX_ENTRIES = 1000
-# Slow calls are looked for so often while a callee is asked once.
-_LOOKS_PER_QUESTION = 4
 # How long the members on other hosts may take for an answer to a visitor, and how often it is seen
 # whether this worker has shut down meanwhile.
 _VISIT_SECONDS = 10.0
@@ -63,7 +61,6 @@ class InspectionService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.rules = Questions()
-        self._looked_at = float("-inf")
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
@@ -99,9 +96,7 @@ class InspectionService(Service):
     def tick(self) -> None:
         """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
-        if now - self._looked_at >= self.rules.seconds / _LOOKS_PER_QUESTION:
-            self._looked_at = now
-            self._ask_callees(now)
+        self._ask_callees(now)
         if self._listener is not None:
             self._listener.admit()
         self._stuck.check_calls(now)
@@ -117,7 +112,7 @@ class InspectionService(Service):
             waiting.pop(member, None)
         if len(self.agent.outbox):  # some of these calls may not have been sent after all
             return
-        self.rules.ask_only(waiting)
+        self.rules.ask_only(waiting, now)
         for member, call_ids in waiting.items():
             number, asked = self.rules.ask(member, call_ids, now)
             if number:
