@@ -107,6 +107,17 @@ def test_a_visitor_that_says_nothing_is_sent_away(
         assert _read(connection) == b""
 
 
+def test_a_visitor_that_does_not_wait_for_its_answer_is_no_error(
+    asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with visit(tmp_path) as connection:
+        connection.sendall(b"self\n")
+        asked.listener.admit()
+    until(lambda: not visits())
+    assert asked.questions == [SELF]
+    assert not caplog.records
+
+
 def test_visitors_are_few_at_the_same_time(asked: Asked, tmp_path: Path) -> None:
     asked.hold.clear()
     connections = [visit(tmp_path) for _ in range(listening.MAX_VISITORS + 2)]

@@ -98,19 +98,21 @@ class Listener:
 
     def _serve(self, connection: socket.socket) -> None:
         """Answers one visitor, in a thread of its own."""
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(STEP_SECONDS)
-            _, user = peer_of(connection)
-            if user not in (os.geteuid(), 0):
-                logger.warning("Refused to tell user %d what this worker does", user)
-                return
-            question = connection.makefile("rb").readline(_MAX_QUESTION_BYTES)
-            if question.endswith(b"\n"):
-                try:
+        with connection:
+            try:
+                connection.settimeout(STEP_SECONDS)
+                _, user = peer_of(connection)
+                if user not in (os.geteuid(), 0):
+                    logger.warning("Refused to tell user %d what this worker does", user)
+                    return
+                question = connection.makefile("rb").readline(_MAX_QUESTION_BYTES)
+                if question.endswith(b"\n"):
                     for line in self._answer(question.decode(errors="replace").strip()):
                         connection.sendall(line + b"\n")
-                except Exception:
-                    logger.exception("%s: no answer to %r", self._name, question)
+            except OSError:  # the visitor is gone, or too slow
+                pass
+            except Exception:
+                logger.exception("%s: a visitor gets no answer", self._name)
 
     def close(self) -> None:
         """Closes all connections and removes the socket."""
