@@ -21,10 +21,9 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
-from zrpc.services.inspection.collect import take_snapshot
+from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
-from zrpc.services.inspection.standing import where_calls_stand
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
