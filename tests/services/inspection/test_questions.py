@@ -34,16 +34,16 @@ def number_of(rules: Questions, now: float, calls: Iterable[int] = ()) -> int:
 
 
 def answered(rules: Questions, answer: Standings, now: float, calls: Iterable[int]) -> list[int]:
-    """Asks about these calls, which all wait, and gives this answer; returns what is lost."""
+    """Asks about these calls, and gives this answer; returns what is lost."""
     number = number_of(rules, now, calls)
-    return list(rules.take_answer(PEER, number, answer, list(calls), now))
+    return list(rules.take_answer(PEER, number, answer, now))
 
 
 def test_an_answer_is_waited_for_longer_each_time_and_then_asked_for_soon(rules: Questions) -> None:
     numbers = [number_of(rules, float(now)) for now in range(30)]
     assert [now for now, number in enumerate(numbers) if number] == [0, 4, 12, 28]
     assert list(filter(None, numbers)) == [1, 2, 3, 4]
-    assert rules.take_answer(PEER, 4, NOTHING, (), 29.0) == []
+    assert rules.take_answer(PEER, 4, NOTHING, 29.0) == []
     assert [number_of(rules, now) for now in (30.9, 31.0)] == [0, 5]
     assert [number_of(rules, now) for now in (34.5, 35.0)] == [0, 6]  # as patient as at first
 
@@ -69,19 +69,13 @@ def test_what_is_missing_once_is_not_lost(rules: Questions) -> None:
     assert answer(8) == [8]
 
 
-def test_what_was_answered_meanwhile_is_not_lost(rules: Questions) -> None:
-    for now in (0.0, 10.0):
-        number = number_of(rules, now, [7])
-        assert rules.take_answer(PEER, number, NOTHING, {8}, now) == []
-
-
 def test_only_the_answer_to_the_latest_question_counts_and_once(rules: Questions) -> None:
     first, second = number_of(rules, 0.0, [7]), number_of(rules, 5.0, [7])
     for number in (second, second, first, 0):
-        assert list(rules.take_answer(PEER, number, NOTHING, {7}, 6.0)) == []
-    assert list(rules.take_answer(MemberId(2), 1, NOTHING, {7}, 6.0)) == []
+        assert list(rules.take_answer(PEER, number, NOTHING, 6.0)) == []
+    assert list(rules.take_answer(MemberId(2), 1, NOTHING, 6.0)) == []
     third = number_of(rules, 10.0, [7])
-    assert list(rules.take_answer(PEER, third, NOTHING, {7}, 11.0)) == [7]
+    assert list(rules.take_answer(PEER, third, NOTHING, 11.0)) == [7]
 
 
 def test_the_oldest_calls_are_asked_about_and_no_others_are_kept(rules: Questions) -> None:
@@ -89,7 +83,7 @@ def test_the_oldest_calls_are_asked_about_and_no_others_are_kept(rules: Question
     assert list(asked) == list(range(1024))
     assert read_question(dump_question(list(asked))) == list(asked)
     told = Standings(dict.fromkeys(range(4000), "running"))
-    assert rules.take_answer(PEER, number, told, range(5000), 1.0) == []
+    assert rules.take_answer(PEER, number, told, 1.0) == []
     assert [rules.standing(PEER, call) for call in (1023, 1024)] == ["running", ""]
 
 

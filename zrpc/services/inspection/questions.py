@@ -183,15 +183,14 @@ class Questions:
         return asked.number, asked.calls
 
     def take_answer(
-        self, member: MemberId, number: int, answer: Standings, waiting: Collection[int], now: float
+        self, member: MemberId, number: int, answer: Standings, now: float
     ) -> Collection[int]:
-        """Takes the answer to a question; returns the calls that are lost.
+        """Takes the answer to a question; returns the calls that are lost if none has an outcome.
 
         Args:
             member: the callee.
             number: of the question; 0, or that of another one than the latest, does not count.
             answer: where the calls stand.
-            waiting: the calls that have no outcome yet.
             now: the time.
         """
         asked = self._questions.get(member)
@@ -201,9 +200,8 @@ class Questions:
         asked.number, asked.patient_until = 0, now + self.seconds
         standing = {each: answer.calls.get(each, _MISSING) for each in asked.calls}
         asked.answer, asked.answered_at = answer._replace(calls=standing), now
-        missing = {each for each in standing if each not in answer.calls and each in waiting}
-        before, asked.missing = asked.missing, missing
-        return sorted(before & missing)
+        before, asked.missing = asked.missing, standing.keys() - answer.calls.keys()
+        return sorted(before & asked.missing)
 
     def standing(self, member: MemberId, call: int) -> str:
         """Returns where a call stands at its callee: "queued ..."; empty if that is not known."""

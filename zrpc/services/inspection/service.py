@@ -124,9 +124,8 @@ class InspectionService(Service):
         if not number or visit is not None:
             return
         calls = self.agent.caller.calls
-        answer, waiting = Standings.parse(body), calls.by_id
-        now = time.monotonic()
-        for call_id in self.rules.take_answer(message.sender, number, answer, waiting, now):
+        answer, now = Standings.parse(body), time.monotonic()
+        for call_id in self.rules.take_answer(message.sender, number, answer, now):
             if calls.get(call_id) is not None:
                 info = self.agent.membership.infos[message.sender]
                 text = (
