@@ -56,7 +56,6 @@ NEIGHBOURS = {
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
-    ("loss_detection", "loss_rules"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -75,7 +74,7 @@ _SURFACE = {
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """autograd.grad_lock autograd.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
-        inspection.rates inspection.report inspection.service inspection.snapshot loss_detection
+        inspection.rates inspection.report inspection.service inspection.snapshot
         metrics.service rref.rref rref.service shm.segments shm.service tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
@@ -281,9 +280,9 @@ FORBIDDEN = {
     "zrpc.services.rref.messages": IO,
     "zrpc.membership.failure_detector": IO,
     "zrpc.services.inspection.wait_graph": IO,
-    "zrpc.services.inspection.congestion": IO,
+    "zrpc.services.inspection.questions": IO,
     "zrpc.agent.termination": IO,
-    "zrpc.services.inspection.listener": {"zmq", "threading", "torch", "pickle"},
+    "zrpc.services.inspection.listener": {"zmq", "torch", "pickle"},
     "zrpc.membership.cluster_environment": {"zmq", "socket", "os", "threading", "torch"},
     "zrpc.wire.message": {"zmq", "socket", "threading", "torch", "pickle", "cloudpickle"},
     "zrpc.errors": {"zmq", "torch"},

@@ -43,7 +43,6 @@ from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.inspection.service import InspectionService
-from zrpc.services.loss_detection import LossDetector
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
@@ -60,7 +59,6 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     AutogradService,
     InspectionService,
     Collectives,
-    LossDetector,
     TracingService,
     DebuggerService,
     MetricsService,

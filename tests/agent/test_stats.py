@@ -20,8 +20,7 @@ import zrpc.autograd as dist_autograd
 from tests.support.waiting import until
 from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
-from zrpc.services import loss_detection
-from zrpc.services.loss_detection import LossDetectionTiming
+from zrpc.services.inspection.questions import Questions
 from zrpc.services.rref.value import OwnedValue
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
@@ -99,7 +98,7 @@ def test_the_time_in_the_queue_is_not_that_of_the_handler(mesh: Mesh) -> None:
         first = rpc.rpc_async("worker1", hold)
         assert running.wait(60)
         second = rpc.rpc_async("worker1", max, (1, 2))
-        until(lambda: mesh.agent(1).pool.queued == 1)
+        until(lambda: mesh.agent(1).pool.load(0).queued == 1)
         assert rpc_stats_of(mesh, 1).threads.queued == 1
         threading.Event().wait(0.2)
         gate.set()
@@ -334,7 +333,7 @@ def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
 @pytest.mark.zrpc(workers=2, faults=True)
 def test_lost_messages_are_counted(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     # Agents read it as they start.
-    monkeypatch.setattr(loss_detection, "TIMING", LossDetectionTiming(0.05, 0.2))
+    monkeypatch.setattr(Questions, "seconds", 0.05)
     mesh = make_mesh()
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     assert lost_messages(mesh) == [0, 0]

@@ -18,7 +18,7 @@ from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
-from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 from zrpc.transport import fd_reserve as reserves
 from zrpc.wire.kind import Kind
@@ -200,7 +200,7 @@ def test_no_memory_left(mesh: Mesh) -> None:
 
 def ask_often() -> None:
     """Asks its callees after calls that wait, so often."""
-    current_agent().service(LossDetector).rules.timing = LossDetectionTiming(0.1)
+    current_agent().service(InspectionService).rules.seconds = 0.1
 
 
 @pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20, "shared_memory": 0})

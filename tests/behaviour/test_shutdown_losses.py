@@ -8,7 +8,7 @@ import zrpc
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.shutdown import ShutdownTiming
-from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.services.inspection.service import InspectionService
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
@@ -23,7 +23,7 @@ def mesh(make_mesh: MakeMesh) -> Mesh:
     made = make_mesh()
     for rank in range(len(made)):
         agent = made.agent(rank)
-        agent.service(LossDetector).timing = LossDetectionTiming(0.05)
+        agent.service(InspectionService).rules.seconds = 0.05
         agent.graceful_shutdown.timing = ShutdownTiming(remind=0.05, services=0.3)
     return made
 

@@ -146,7 +146,7 @@ def test_a_job_waits_if_no_thread_can_be_started(
         for each in (pool, others):
             each.relieve()
         assert caplog.text.count("a call waits") == 2
-        assert others.queued
+        assert others.load(0).full_for
         assert not ran.is_set()
         jobs.go.set()
         assert ran.wait(SOON)

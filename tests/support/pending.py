@@ -16,7 +16,7 @@ class Callees:
         self.lost: set[MemberId] = set()
         self.cancelled: list[PendingCall] = []
 
-    def explain(self, _: MemberId) -> str:
+    def explain(self, _: MemberId, call_id: int) -> str:
         return ""
 
     def describe(self, peer: MemberId) -> str:

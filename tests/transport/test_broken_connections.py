@@ -19,7 +19,7 @@ from tests.support.waiting import SOON, until
 from tests.transport.arrivals import received
 from tests.transport.breaking_relay import BreakingRelay
 from zrpc.agent.agent import Agent
-from zrpc.services import loss_detection
+from zrpc.services.inspection.questions import Questions
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 from zrpc.transport import inbox as inbox_module
@@ -119,8 +119,7 @@ def test_a_large_message_that_is_sent_in_part(
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes loss detection ask callees soon and often."""
-    timing = loss_detection.LossDetectionTiming(0.05, patience_seconds=0.2)
-    monkeypatch.setattr(loss_detection, "TIMING", timing)
+    monkeypatch.setattr(Questions, "seconds", 0.05)
 
 
 @pytest.mark.system

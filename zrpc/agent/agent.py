@@ -326,8 +326,8 @@ class Agent:
         services = (partial(service.on_handler_failed, error) for service in self.services)
         self._each("the failure of a handler", services)
 
-    def _explain(self, member: MemberId) -> str:
-        notes = (service.explain(member) for service in self.services)
+    def _explain(self, member: MemberId, call_id: int = 0) -> str:
+        notes = (service.explain(member, call_id) for service in self.services)
         return "".join((self.liveness.explain(member), *notes))
 
     def _post_termination(self, member: MemberId, content: TerminationMessage) -> None:

@@ -101,10 +101,15 @@ class Service:
     def on_handler_failed(self, error: BaseException) -> None:
         """Learns that a handler has failed; called in its thread, before its caller is answered."""
 
-    def explain(self, member: MemberId) -> str:
+    def explain(self, member: MemberId, call_id: int = 0) -> str:
         """Returns what is known about why a member does not answer, for error messages.
 
-        Text that begins with a semicolon, or nothing.
+        Args:
+            member: the member.
+            call_id: the number of the call that has no answer; 0 for none.
+
+        Returns:
+            Text that begins with a semicolon, or nothing.
         """
         return ""
 

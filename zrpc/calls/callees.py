@@ -20,8 +20,8 @@ class Callees:
 
     Args:
         why_gone: for error messages, why a peer is gone.
-        explain: for error messages, what is known about why a peer does not answer. It begins with
-            a semicolon, or is empty.
+        explain: for error messages, what is known about why a peer does not answer, and where a
+            call to it stands, by its number. It begins with a semicolon, or is empty.
 
     Attributes:
         lost: the peers that are gone; a peer is first added, and then its calls fail.
@@ -33,7 +33,7 @@ class Callees:
         membership: Membership,
         outbox: Outbox,
         why_gone: Callable[[MemberId], str],
-        explain: Callable[[MemberId], str],
+        explain: Callable[[MemberId, int], str],
     ) -> None:
         self._membership = membership
         self._outbox = outbox

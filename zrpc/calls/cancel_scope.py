@@ -137,6 +137,10 @@ class CancelScope:
         if self._children is not None:
             self._children.discard(child)
 
+    def children(self) -> list[PendingCall]:
+        """Returns the calls of the handler that are in flight."""
+        return list(self._children or ())  # atomic under the interpreter's lock
+
     def follow(self, task: Any) -> bool:
         """Notes the asyncio task that the handler goes on in; returns False if it must not."""
         self.task = task

@@ -86,7 +86,7 @@ class LastCalls:
             NotInitializedError, RpcError: as `admit`.
         """
         scope = current_scope()
-        if scope is not None and self._requests.has(scope.caller.member_id, scope.call_id):
+        if scope is not None and self._requests.get(scope.caller.member_id, scope.call_id):
             return scope.hops
         if in_pool(self._completions) or _in_callback():
             hops = _hops.get() + 1

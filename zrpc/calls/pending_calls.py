@@ -331,7 +331,7 @@ class PendingCalls:
         """Returns the error of a call whose deadline has passed."""
         if call.state is _QUEUED:
             return self._no_room(call)
-        explanation = self._callees.explain(call.peer)
+        explanation = self._callees.explain(call.peer, call.call_id)
         what = asked_for(call.what, call.kind) if call.what or call.kind else "a request"
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be "
@@ -344,7 +344,7 @@ class PendingCalls:
         return RpcTimeoutError(
             f"the call was not sent within its timeout ({call.timeout * 1000:.0f} ms): calls of "
             f"{self.limit} bytes (max_bytes_in_flight) are in flight to that worker, which is "
-            f"slower than its callers{self._callees.explain(call.peer)}"
+            f"slower than its callers{self._callees.explain(call.peer, 0)}"
         )
 
 

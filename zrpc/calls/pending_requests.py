@@ -55,9 +55,9 @@ class PendingRequests:
         # the garbage collector of Python 3.11 may run a finalizer, which lets other threads run.
         return list(self._requests.values())
 
-    def has(self, sender: MemberId, call_id: int) -> bool:
-        """Returns whether a request is here and not answered."""
-        return (sender, call_id) in self._requests
+    def get(self, sender: MemberId, call_id: int) -> Message | None:
+        """Returns a request that is here and not answered; else None."""
+        return self._requests.get((sender, call_id))
 
     def accept(self, request: Message) -> CancelScope:
         """Enters a request that must be answered: until then this worker is not idle.

@@ -49,8 +49,8 @@ class EventLoop:
         self.thread: threading.Thread | None = None
         # Changed in the loop's thread only.
         self._tasks: set[asyncio.Task[None]] = set()
-        # Coroutines that have not begun; single operations on a set are atomic.
-        self._coming: set[Coroutine[Any, Any, None]] = set()
+        # Coroutines that have not begun, the oldest first; single operations on a dict are atomic.
+        self._coming: dict[Coroutine[Any, Any, None], None] = {}
         self._closed = False
         # Set in the loop's thread when it must end.
         self._ending = False
@@ -69,21 +69,21 @@ class EventLoop:
         tasks = self._tasks
 
         def start() -> None:
-            self._coming.discard(coroutine)
+            self._coming.pop(coroutine, None)
             # The loop itself keeps no reference to its tasks.
             task = context.run(loop.create_task, coroutine)
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-        self._coming.add(coroutine)
+        self._coming[coroutine] = None
         try:
             loop.call_soon_threadsafe(start)
         except RuntimeError:  # it was closed in the meantime
-            self._coming.discard(coroutine)
+            self._coming.pop(coroutine, None)
             raise
 
     def coming(self) -> list[Coroutine[Any, Any, None]]:
-        """Returns the coroutines that have not begun."""
+        """Returns the coroutines that have not begun, the oldest first."""
         return list(self._coming)
 
     def close(self, timeout: float) -> None:

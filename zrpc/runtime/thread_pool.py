@@ -67,7 +67,7 @@ class Load(NamedTuple):
         waiting: the number of jobs that wait for another worker.
         idle: the number of threads without a job.
         threads: the number of threads.
-        begun: the number of jobs ever begun, approximately.
+        full_for: for how many seconds some job has always waited; 0 if none waits.
         queued: the number of jobs that wait for a thread.
         backlog: the first of those.
     """
@@ -77,7 +77,7 @@ class Load(NamedTuple):
     waiting: int
     idle: int
     threads: int
-    begun: int
+    full_for: float
     queued: int
     backlog: list[Job]
 
@@ -166,7 +166,6 @@ class HandlerPool:
         context: every job runs in a copy of its own.
 
     Attributes:
-        begun: the number of jobs ever begun, approximately.
         times: how long jobs run, without their waits.
 
     All methods may be called from any thread.
@@ -181,6 +180,7 @@ class HandlerPool:
         # the program's log handlers may make calls.
         self._lock = threading.Lock()
         self._backlog: deque[Job] = deque()
+        self._full_since = 0.0  # the backlog has never been empty since then
         self._threads: set[_PoolThread] = set()
         self._idle: list[_PoolThread] = []  # last in, first out: that one is warmest
         self._guests: set[int] = set()  # the idents of admitted threads
@@ -189,7 +189,7 @@ class HandlerPool:
         self._numbers = itertools.count()
         self._refusal: RuntimeError | None = None  # of the system to start a thread, until reported
         # For relieve(), which only the agent's leader calls.
-        self.begun = 0
+        self._begun = 0
         self._begun_before = -1
         self._cpu_before: dict[int, float | None] = {}
         self.times = JobTimes()
@@ -199,6 +199,8 @@ class HandlerPool:
         with uninterrupted, self._lock:
             if self._closed:
                 return
+            if not self._backlog:
+                self._full_since = time.monotonic()
             self._backlog.append(job)  # first: whatever fails after that, `relieve` starts it
             if self._running < self._size:
                 self._start_next()
@@ -220,15 +222,10 @@ class HandlerPool:
                 at_work - self._running,
                 len(self._idle),
                 len(self._threads),
-                self.begun,
+                time.monotonic() - self._full_since if self._backlog else 0.0,
                 len(self._backlog),
                 list(itertools.islice(self._backlog, limit)),
             )
-
-    @property
-    def queued(self) -> int:
-        """The number of jobs that wait for a thread."""
-        return len(self._backlog)
 
     def admit(self, ident: int) -> bool:
         """Admits the current thread, with this ident, as a guest; it must call `run_as_guest` next.
@@ -292,8 +289,8 @@ class HandlerPool:
         every thread that used no processor time since then is assumed to be waiting.
         """
         with self._lock:
-            stuck = bool(self._backlog) and self.begun == self._begun_before
-            self._begun_before = self.begun
+            stuck = bool(self._backlog) and self._begun == self._begun_before
+            self._begun_before = self._begun
             threads = self._at_work() if stuck else set()
         cpu = {ident: processor_time_of(ident) for ident in threads}
         # If the system doesn't report it (None), a thread counts as waiting.
@@ -386,7 +383,7 @@ class HandlerPool:
             job = self._next_job(thread)
 
     def _do(self, job: Job) -> None:
-        self.begun += 1  # only compared for changes: a lost increment does no harm
+        self._begun += 1  # only compared for changes: a lost increment does no harm
         _thread.begun = time.perf_counter()
         generation = forks.generation
         try:

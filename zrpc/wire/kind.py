@@ -52,12 +52,8 @@ class Kind(IntEnum):
     TERMINATION = 8, Rules(counted=False, late=True)  # part of a graceful shutdown
     SEGMENT = 9, Rules(counted=False)  # about shared memory
     LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
-    # Whether the receiver's requests wait for a thread of the sender.
-    BUSY = 11, Rules(counted=False)
-    INSPECT = 12, Rules(counted=False)  # asks what the receiver does
-    SNAPSHOT = 13, Rules(counted=False)  # answers INSPECT, as JSON
-    ROLL_CALL = 14, Rules(counted=False)  # asks which of these calls the receiver has
-    MISSING = 15, Rules(counted=False)  # answers ROLL_CALL: the calls that the sender does not have
+    ASK = 11, Rules(counted=False)  # what does the receiver do, or where do these calls stand?
+    TELL = 12, Rules(counted=False)  # answers ASK, as JSON
     # A call whose result stays with the callee, as an RRef.
     REMOTE = 16, Rules(answered=True, metered=True)
     FETCH = 17, Rules(answered=True, droppable=True)  # asks for the value of an RRef

@@ -28,7 +28,7 @@ from tests.services.autograd.split_models import (
 from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.membership.failure_detector import Reason
-from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 
@@ -104,7 +104,7 @@ def test_a_message_is_lost(
 ) -> None:
     """With a connection that breaks; the pass must not wait for it."""
     for rank in range(3):
-        mesh.agent(rank).service(LossDetector).rules.timing = LossDetectionTiming(0.05)
+        mesh.agent(rank).service(InspectionService).rules.seconds = 0.05
     settle(mesh)  # so that all are connected
     with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
         loss = chain(0, None, X).sum()

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import os
 import socket
 import stat
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,13 +19,10 @@ from tests.support.waiting import SOON, until
 from zrpc.membership.view import Membership
 from zrpc.services.inspection import listener as listening
 from zrpc.services.inspection.discovery import ask, directories, meshes
-from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, Listener, Visitor
+from zrpc.services.inspection.listener import OTHERS, SELF, SOCKET, Listener
 from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
-
-# A listener, and the visitors and questions that have come.
-Asked = tuple[Listener, list[tuple[Visitor, str]]]
 
 
 def directory(mesh: Mesh, worker: int = 0) -> Path:
@@ -33,12 +30,35 @@ def directory(mesh: Mesh, worker: int = 0) -> Path:
     return Path(membership.records[worker].directory)
 
 
+LARGE = os.urandom(1 << 20).replace(b"\n", b" ")
+
+
+class Asked:
+    """A listener that notes what it is asked, and answers with a large line."""
+
+    def __init__(self, path: Path) -> None:
+        self.questions: list[str] = []
+        self.hold = threading.Event()
+        self.hold.set()
+        self.listener = Listener(path, contextvars.Context(), "test-visit", self._answer)
+
+    def _answer(self, question: str) -> Iterator[bytes]:
+        self.questions.append(question)
+        self.hold.wait()
+        yield LARGE
+
+
 @pytest.fixture
 def asked(tmp_path: Path) -> Iterator[Asked]:
-    questions: list[tuple[Visitor, str]] = []
-    listener = Listener(tmp_path, lambda *asked: questions.append(asked))
-    yield listener, questions
-    listener.close()
+    made = Asked(tmp_path)
+    yield made
+    made.listener.close()
+    made.hold.set()
+    until(lambda: not visits())
+
+
+def visits() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "test-visit"]
 
 
 def visit(path: Path) -> socket.socket:
@@ -48,37 +68,19 @@ def visit(path: Path) -> socket.socket:
     return connection
 
 
-def serve_until(listener: Listener, done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + SOON
-    while not done():
-        assert time.monotonic() < limit
-        listener.serve(time.monotonic())
-
-
 def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
     asked: Asked, tmp_path: Path
 ) -> None:
-    listener, questions = asked
     with visit(tmp_path) as connection:
+        asked.listener.admit()
         connection.sendall(b"se")
-        listener.serve(time.monotonic())
-        assert questions == []
+        assert asked.questions == []
         connection.sendall(b"lf\n")
-        serve_until(listener, lambda: bool(questions))
-        [(visitor, question)] = questions
-        assert question == SELF
-        large = os.urandom(1 << 20).replace(b"\n", b" ")
-        visitor.write(large)
-        visitor.finish()
-        listener.serve(time.monotonic())
-        assert not visitor.closed  # it does not fit, and nobody waits
         came = bytearray()
-        while not visitor.closed:
-            came += connection.recv(1 << 16)
-            listener.serve(time.monotonic())
         while data := connection.recv(1 << 16):
             came += data
-        assert came == large + b"\n"
+    assert came == LARGE + b"\n"
+    assert asked.questions == [SELF]
 
 
 def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(asked: Asked, tmp_path: Path) -> None:
@@ -88,28 +90,53 @@ def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(asked: Asked, tmp_
 
 def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
     """Checks that a visitor who sends this gets no answer, and that its question is not asked."""
-    listener, questions = asked
     with visit(path) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
-        gone = threading.Event()
-        threading.Thread(target=lambda: (_read(connection), gone.set())).start()
-        serve_until(listener, gone.is_set)
-    assert questions == []
+        asked.listener.admit()
+        assert _read(connection) == b""
+    assert asked.questions == []
 
 
-def test_a_visitor_that_says_nothing_is_sent_away(asked: Asked, tmp_path: Path) -> None:
-    listener, _ = asked
+def test_a_visitor_that_says_nothing_is_sent_away(
+    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "STEP_SECONDS", 0.01)
+    with visit(tmp_path) as connection:
+        asked.listener.admit()
+        assert _read(connection) == b""
+
+
+def test_a_visitor_that_does_not_wait_for_its_answer_is_no_error(
+    asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with visit(tmp_path) as connection:
+        connection.sendall(b"self\n")
+        asked.listener.admit()
+    until(lambda: not visits())
+    assert asked.questions == [SELF]
+    assert not caplog.records
+
+
+def test_visitors_are_few_at_the_same_time(asked: Asked, tmp_path: Path) -> None:
+    asked.hold.clear()
     connections = [visit(tmp_path) for _ in range(listening.MAX_VISITORS + 2)]
-    now = time.monotonic()
-    for _ in range(2 * len(connections)):
-        listener.serve(now)
-    assert len(listener._visitors) == listening.MAX_VISITORS
-    listener.serve(now + 60)
-    assert listener._visitors == []
-    assert connections[0].recv(1) == b""
     for connection in connections:
+        connection.sendall(b"self\n")
+    for _ in connections:
+        asked.listener.admit()
+    until(lambda: len(asked.questions) == len(visits()) == listening.MAX_VISITORS)
+    asked.hold.set()
+    for connection in connections:
+        until(lambda: asked.listener.admit() or _arrived(connection))  # noqa: B023
         connection.close()
+
+
+def _arrived(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    with contextlib.suppress(BlockingIOError):
+        return bool(connection.recv(1))
+    return False
 
 
 def test_another_user_is_refused(
@@ -240,7 +267,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
     for wrong in (
         b"[]",
         b"{}",
-        b'{"format": 3}',
+        b'{"format": 4}',
         b"x",
         snapshot.dump().replace(b"member", b"rebmem"),
     ):
@@ -249,7 +276,7 @@ def test_a_snapshot_travels(mesh: Mesh) -> None:
 
 
 def test_a_worker_that_does_not_answer_is_reported_so(tmp_path: Path) -> None:
-    silent = Listener(tmp_path, lambda visitor, question: None)
+    silent = Listener(tmp_path, contextvars.Context(), "test-visit", lambda _: ())
     [answer] = ask([tmp_path], 0.1)
     silent.close()
     assert answer.pid == os.getpid()

@@ -143,7 +143,7 @@ def test_a_lock_that_an_earlier_one_holds_is_suspected(mesh: Mesh) -> None:
 def test_what_is_too_much_is_counted(caller: Mesh, door: Gate) -> None:
     futures = [zrpc.rpc_async("worker1", knock) for _ in range(5)]
     door.await_entry(5)
-    taken = {rank: take_snapshot(caller.agent(rank), None, (), 2) for rank in range(2)}
+    taken = {rank: take_snapshot(caller.agent(rank), 2) for rank in range(2)}
     report = Report(MeshView(taken))
     assert "  and 3 more calls" in report.worker(taken[0])
     assert "  and 3 more requests" in report.worker(taken[1])
@@ -168,13 +168,14 @@ def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
     assert "\n  → knock_at at worker1 (rank 1), for 0." in caller
     assert ", without a timeout" in caller
     assert "\n  ← knock for worker1 (rank 1), called 0." in caller
-    assert " s ago, runs in zrpc-worker0-" in caller
+    assert " s ago, running `knock` for 0." in caller
     assert "\n  → knock at worker0 (rank 0), for 0." in callee
     assert " waits for it, at " in callee
     assert "which runs knock_at for worker0 (rank 0), most recent call last:\n" in callee
     assert "\n  A coroutine, which runs knock_and_await for worker0 (rank 0), most" in callee
     assert "    return zrpc.rpc_sync(worker, knock)\n" in callee
-    assert "s ago, is answered later, by a future or a coroutine\n" in callee
+    assert " s for the future that its function has returned\n" in callee
+    assert " s, and has waited for `knock` at worker0 for 0." in callee
     assert "nothing to do (--all shows them)" in callee
     everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
     assert "Thread zrpc-worker1-io-" in everything

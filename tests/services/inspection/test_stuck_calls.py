@@ -33,7 +33,9 @@ def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def stuck(mesh: Mesh, limit: float = 30.0) -> StuckCalls:
     """The rules, asked by the test and with times of its own."""
-    return StuckCalls(mesh.agent(0), limit, lambda member: f"; rank {member} is alive")
+    return StuckCalls(
+        mesh.agent(0), limit, lambda member: f"; rank {member} is alive", lambda *_: "running"
+    )
 
 
 def await_waiting(mesh: Mesh, count: int) -> None:

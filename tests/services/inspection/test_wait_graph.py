@@ -52,16 +52,6 @@ def ranks(cycle: list[tuple[Node, object]]) -> list[int]:
     return [node.member for node, _ in cycle if node.kind == "activity"]
 
 
-def test_a_chain_of_calls_is_no_circle() -> None:
-    world = World(3)
-    main = world.thread(0, own=False)
-    first = world.thread(1, handles=world.call(0, main, 1))
-    world.thread(2, handles=world.call(1, first, 2))
-    assert world.graph.hopeless() == set()
-    assert world.graph.cycles() == []
-    assert world.graph.returns() == []
-
-
 def test_a_coroutine_needs_the_thread_of_its_loop() -> None:
     world = World(2)
     main = world.thread(0, own=False)
@@ -72,29 +62,6 @@ def test_a_coroutine_needs_the_thread_of_its_loop() -> None:
     assert ranks(cycle) == [0, 1, 0]
     loop.calls.clear()  # it runs: soon it is the coroutine's turn
     assert world.graph.cycles() == []
-
-
-def test_a_value_that_is_needed_to_make_it() -> None:
-    world = World(2)
-    main = world.thread(0, own=False)
-    made = world.call(0, main, 1, makes="0:7")
-    maker = world.thread(1, handles=made)
-    asks = world.thread(0, handles=world.call(1, maker, 0))
-    world.call(0, asks, 1, needs="0:7")
-    [cycle] = world.graph.cycles()
-    assert ranks(cycle) == [0, 1]
-    made.makes = "0:8"
-    assert world.graph.cycles() == []
-
-
-def test_a_chain_that_comes_back_to_a_thread_that_runs() -> None:
-    world = World(2)
-    main = world.thread(0, own=False)
-    there = world.thread(1, handles=world.call(0, main, 1))
-    world.thread(0, handles=world.call(1, there, 0))
-    [(path, end)] = world.graph.returns()
-    assert end == Node("activity", 0, (2 - 1,))
-    assert ranks(path) == [0, 1]
 
 
 @pytest.mark.system

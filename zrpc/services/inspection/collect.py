@@ -1,42 +1,167 @@
-"""Makes a snapshot of a worker, inside its process."""
+"""What a worker is doing, inside its process: for its callers, and as a snapshot.
+
+Requests wait in two places: in the queue of the pool, and at the event loop, whose thread is held
+up by a coroutine that does not ``await``.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.shutdown import Phase
 from zrpc.agent.stats import take_stats
-from zrpc.calls.function_names import handler_name, kind_name, readable
+from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.function_names import asked_for, handler_name, kind_name, readable
 from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
+from zrpc.services.inspection.questions import Standings
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
-from zrpc.services.inspection.stacks import activities
+from zrpc.services.inspection.stacks import activities, requests_to_begin
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["queued_requests", "take_snapshot"]
+__all__ = ["take_snapshot", "where_calls_stand"]
+
+# The thread that looks receives nothing meanwhile. So it looks at this number of requests at most,
+# and describes this number of them: the oldest.
+_MAX_REQUESTS = 1000
+_MAX_TOLD = 100
+_MAX_GROUPS = 3
+# How long requests must have waited before that is told.
+_SHORT_SECONDS = 0.5
 
 
-def take_snapshot(
-    agent: Agent, full_for: float | None, notes: Sequence[str], max_entries: int
-) -> Snapshot:
+def where_calls_stand(agent: Agent, caller: MemberId, call_ids: Sequence[int]) -> Standings:
+    """Returns where some calls of a worker stand, the oldest first. In the I/O thread."""
+    accepted = [agent.callee.requests.get(caller, each) for each in call_ids]
+    here = [request for request in accepted if request is not None]
+    work = _Work(agent)
+    told = {request.call_id: work.standing(request) for request in here[:_MAX_TOLD]}
+    return Standings(dict.fromkeys([each.call_id for each in here], "") | told, work.load())
+
+
+class _Work:
+    """What a worker has to do at one moment. May be used in any thread.
+
+    Attributes:
+        pool: what its pool has to do.
+        places: the places of requests in the queue of the pool, by identity.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        self._names = agent.membership.infos
+        self._now = time.monotonic()
+        self.pool = agent.pool.load(_MAX_REQUESTS)
+        queued = [getattr(job, "request", None) for job in self.pool.backlog]
+        self.places = {id(request): place for place, request in enumerate(queued, 1) if request}
+        # The requests whose coroutines wait for the event loop, and since when; and how many do.
+        self._coming = {id(each): each.scope.started for each in requests_to_begin(agent)}
+        self._count_coming = len(agent.event_loop.coming())
+        oldest = agent.callee.requests.all()[:_MAX_REQUESTS]
+        self._running = [request for request in oldest if self._runs(request)]
+
+    def _runs(self, request: Message) -> bool:
+        """Returns whether a thread runs a request, and does not wait for another worker."""
+        scope: CancelScope = request.scope
+        left = scope.deferred or scope.in_task or id(request) in self._coming
+        return bool(scope.started) and not left and not any(c.waiters for c in scope.children())
+
+    def load(self) -> str:
+        """Returns whether requests have to wait, as a sentence; empty if not, or for a moment."""
+        return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
+
+    def _load_of_pool(self) -> str:
+        size, running, *_, full_for, queued, _ = self.pool
+        if full_for < _SHORT_SECONDS:
+            return ""
+        threads = f"all {running} threads of its pool have been busy"
+        if running == 1:
+            threads = "the only thread of its pool has been busy"
+        elif running < size:
+            threads = f"its pool has got no thread beyond its {running}"
+        waiting = "a request waits" if queued == 1 else f"{queued} requests wait"
+        latest = max((request.scope.started for request in self._running), default=0.0)
+        idle_for = min(full_for, self._now - latest)
+        begun = f"; none was begun for {idle_for:.0f} s" if idle_for >= 1 else ""
+        return f"{threads} for {full_for:.0f} s and {waiting}{begun}"
+
+    def _load_of_loop(self) -> str:
+        held_for = self._now - min(self._coming.values(), default=self._now)
+        if held_for < _SHORT_SECONDS:
+            return ""
+        count = self._count_coming
+        waiting = "a coroutine waits" if count == 1 else f"{count} coroutines wait"
+        return (
+            f"its event loop has been held up for {held_for:.0f} s, by a coroutine that does not "
+            f"`await`, and {waiting} to begin"
+        )
+
+    def standing(self, request: Message) -> str:
+        """Returns where a request stands: "queued ..." or "running ...", for example."""
+        scope: CancelScope = request.scope
+        here = f"for {self._now - scope.arrived:.1f} s"
+        started = f"for {self._now - (scope.started or scope.arrived):.1f} s"
+        if place := self.places.get(id(request)):
+            return f"queued {here}{self._behind}, at place {place} of {self.pool.queued}"
+        if id(request) in self._coming:
+            return f"waiting {started} for the event loop to begin it"
+        if scope.deferred:
+            return f"waiting {started} for the future that its function has returned"
+        if scope.started:
+            what = asked_for(handler_name(request), request.kind)
+            return f"running `{what}` {started}{self._waits(scope)}"
+        what = "the value of an RRef" if request.kind == Kind.FETCH else "its turn"
+        return f"waiting {here} for {what}"
+
+    @cached_property
+    def _behind(self) -> str:
+        """Returns which calls run, so that others are queued behind them."""
+        groups = Counter(
+            (each.scope.caller.name, asked_for(handler_name(each), each.kind))
+            for each in self._running
+        )
+        first = groups.most_common(_MAX_GROUPS)
+        texts = [
+            f"{count} calls of {caller} that run `{what}`"
+            if count > 1
+            else f"a call of {caller} that runs `{what}`"
+            for (caller, what), count in first
+        ]
+        if rest := len(self._running) - sum(count for _, count in first):
+            texts.append(f"{rest} others")
+        return f" behind {' and '.join(texts)}" if texts else ""
+
+    def _waits(self, scope: CancelScope) -> str:
+        """Returns for which call the handler of a scope has waited the longest."""
+        calls = [call for call in scope.children() if call.waiters or scope.in_task]
+        if not calls:
+            return ""
+        first = min(calls, key=lambda call: call.begun)
+        what, callee = asked_for(first.what, first.kind), self._names[first.peer].name
+        return f", and has waited for `{what}` at {callee} for {self._now - first.begun:.1f} s"
+
+
+def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
     It has at most ``max_entries`` threads, calls, requests and jobs each. With 0 it has numbers
     instead.
     """
-    load = agent.pool.load(max_entries)
+    work = _Work(agent)
+    load = work.pool
     found = activities(agent)[:max_entries] if max_entries else []
     handled = {activity.request for activity in found}
     waited_for = {call_id for activity in found for call_id in activity.calls}
-    queued = {id(request) for request in _requests_of(load.backlog)}
     calls = agent.caller.calls.in_flight()
     requests = agent.callee.requests.all()
     # First those that something waits for, or works on.
@@ -49,25 +174,14 @@ def take_snapshot(
         host=socket.gethostname(),
         directory=agent.membership.own_record.directory,
         members=_members(agent),
-        pool=Pool(load.size, load.running, load.threads, load.queued, full_for),
+        pool=Pool(load.size, load.running, load.threads, load.queued, load.full_for),
         activities=found,
         calls=[_call(call, call.call_id in waited_for) for call in calls[:max_entries]],
-        requests=[_request(each, id(each) in queued) for each in requests[:max_entries]],
+        requests=[_request(each, work) for each in requests[:max_entries]],
         calls_in_all=len(calls),
         requests_in_all=len(requests),
-        notes=list(notes),
         stats=None if max_entries else _numbers(agent),
     )
-
-
-def queued_requests(agent: Agent, max_jobs: int) -> list[Message]:
-    """Returns the requests among the first jobs that wait for a thread of the pool."""
-    return _requests_of(agent.pool.load(max_jobs).backlog)
-
-
-def _requests_of(jobs: Iterable[Any]) -> list[Message]:
-    """Returns the requests that jobs of the pool are for; other jobs have none."""
-    return [job.request for job in jobs if isinstance(getattr(job, "request", None), Message)]
 
 
 def _members(agent: Agent) -> list[Member]:
@@ -99,7 +213,7 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
     )
 
 
-def _request(request: Message, queued: bool) -> Request:
+def _request(request: Message, work: _Work) -> Request:
     subject = (request.attachments or {}).get(Tag.SUBJECT, ())
     rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
     # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
@@ -109,7 +223,8 @@ def _request(request: Message, queued: bool) -> Request:
         id=request.call_id,
         what=handler_name(request),
         kind=kind_name(request.kind),
-        queued=queued,
+        queued=id(request) in work.places,
+        standing=work.standing(request),
         makes="".join(makes),
         needs="".join(needs),
     )

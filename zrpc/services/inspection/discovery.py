@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import selectors
 import socket
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from zrpc.errors import AuthenticationError
@@ -56,12 +58,14 @@ class MeshView:
         silent: why there is no snapshot of each of the others.
         names: the names of all workers.
         pids: the process ids of the workers on this host.
+        directories: the private directories of the workers on this host; not by member.
     """
 
     snapshots: dict[MemberId, Snapshot]
     silent: dict[MemberId, str] = field(default_factory=dict)
     names: dict[MemberId, str] = field(default_factory=dict)
     pids: dict[MemberId, int] = field(default_factory=dict)
+    directories: set[str] = field(default_factory=set)
 
     def has_worker(self, workers: Collection[str]) -> bool:
         """Returns whether it has one of these names or process ids, or none is given."""
@@ -169,81 +173,50 @@ def ask(paths: Sequence[Path], timeout: float, question: str = SELF) -> list[Ans
     The timeout, in seconds, is for all together. The question is about themselves, or about workers
     on other hosts. The answers come in the order of the paths.
     """
-    selector = selectors.DefaultSelector()
-    visits = [_Visit(path, question) for path in paths]
-    for visit in visits:
-        if not visit.done:
-            selector.register(visit.connection, selectors.EVENT_READ, visit)
-    deadline = time.monotonic() + timeout
-    while selector.get_map() and (left := deadline - time.monotonic()) > 0:
-        for key, _ in selector.select(left):
-            visit = key.data
-            visit.read()
-            if visit.done:
-                selector.unregister(visit.connection)
-    selector.close()
-    return [visit.finish(timeout) for visit in visits]
+    with ThreadPoolExecutor(max(1, len(paths))) as threads:
+        return list(threads.map(partial(_ask, timeout=timeout, question=question), paths))
 
 
-class _Visit:
-    """A connection to one worker that is asked."""
-
-    def __init__(self, path: Path, question: str) -> None:
-        self.answer = Answer(str(path))
-        self.done = False
-        self._data = b""
-        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.connection.setblocking(False)
-        try:
-            self.connection.connect(str(path / SOCKET))
-            self.answer.pid, user = peer_of(self.connection)
+def _ask(path: Path, timeout: float, question: str) -> Answer:
+    """Asks one worker; returns its answer, as far as it has arrived in time."""
+    answer, data, ended = Answer(str(path)), b"", False
+    end = time.monotonic() + timeout
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(timeout)
+            connection.connect(str(path / SOCKET))
+            answer.pid, user = peer_of(connection)
             if user != os.geteuid():
                 raise OSError(errno.EPERM, f"its process is of user {user}")
-            self.connection.send(f"{question}\n".encode())
-        except BlockingIOError:
-            self._fail("too many ask it already, and it answers none of them")
-        except FileNotFoundError:
-            self._fail("it can't be asked: it is starting or exiting")
-        except OSError as error:
-            self._fail(f"it can't be asked: {error.strerror}")
+            connection.sendall(f"{question}\n".encode())
+            with contextlib.suppress(TimeoutError):
+                while not ended and (left := end - time.monotonic()) > 0:
+                    connection.settimeout(left)
+                    received = connection.recv(1 << 16)
+                    data, ended = data + received, not received
+        whole, _, _ = data.rpartition(b"\n")
+        answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
+        if not answer.snapshots:
+            exited = "it exited while it was asked"
+            answer.problem = exited if ended else _why_silent(answer.pid, timeout)
+    except BlockingIOError:
+        answer.problem = "too many ask it already, and it answers none of them"
+    except FileNotFoundError:
+        answer.problem = "it can't be asked: it is starting or exiting"
+    except OSError as error:
+        answer.problem = f"it can't be asked: {error.strerror}"
+    except ValueError as error:
+        answer.problem = str(error)
+    return answer
 
-    def read(self) -> None:
-        """Reads what has arrived."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        self._data += data
-        self.done = not data
 
-    def _fail(self, problem: str) -> None:
-        self.answer.problem = problem
-        self.done = True
-
-    def finish(self, timeout: float) -> Answer:
-        """Closes the connection; returns the answer, as far as it has arrived."""
-        self.connection.close()
-        whole, _, _ = self._data.rpartition(b"\n")
-        try:
-            self.answer.snapshots = [Snapshot.parse(line) for line in whole.splitlines()]
-        except ValueError as error:
-            self._fail(str(error))
-        if not self.answer.snapshots and not self.answer.problem:
-            self.answer.problem = (
-                "it exited while it was asked" if self.done else self._why_silent(timeout)
-            )
-        return self.answer
-
-    def _why_silent(self, timeout: float) -> str:
-        if _state(self.answer.pid) in ("T", "t"):
-            return "its process is stopped (SIGSTOP, or a debugger)"
-        return (
-            f"no answer within {timeout:g} s: its Python does not get to run, as when a C "
-            f"function holds the interpreter's lock; `py-spy dump --pid {self.answer.pid}` may "
-            "show where"
-        )
+def _why_silent(pid: int, timeout: float) -> str:
+    if _state(pid) in ("T", "t"):
+        return "its process is stopped (SIGSTOP, or a debugger)"
+    return (
+        f"no answer within {timeout:g} s: its Python does not get to run, as when a C "
+        f"function holds the interpreter's lock; `py-spy dump --pid {pid}` may show where"
+    )
 
 
 def _state(pid: int) -> str:
@@ -256,45 +229,26 @@ def _state(pid: int) -> str:
 
 def meshes(answers: Sequence[Answer]) -> tuple[list[MeshView], list[Answer]]:
     """Groups the answers by mesh; the second list is of those that belong to no known mesh."""
-    by_directory = {answer.directory: answer for answer in answers}
-    rest = dict(by_directory)
-    found = []
+    found: list[MeshView] = []
     for answer in answers:
-        if answer.directory in rest and answer.snapshots:
-            view = _view(answer, by_directory)
-            for snapshot in view.snapshots.values():
-                rest.pop(snapshot.directory, None)
-            found.append(view)
-    named = {m.directory for a in answers for s in a.snapshots for m in s.members if m.same_host}
-    return found, [answer for answer in rest.values() if answer.directory not in named]
-
-
-def _view(start: Answer, by_directory: Mapping[str, Answer]) -> MeshView:
-    """Returns the mesh of a worker that has answered, as far as all its workers answered."""
-    view = MeshView({})
-    left = [start]
-    while left:
-        answer = left.pop()
-        [snapshot] = answer.snapshots
-        if snapshot.member in view.snapshots:
-            continue  # several have listed it
-        view.snapshots[snapshot.member] = snapshot
-        view.pids[snapshot.member] = answer.pid
-        for member in snapshot.members:
-            view.names.setdefault(member.member, member.name)
-            asked = by_directory.get(member.directory)
-            if asked is None or not _is_of(asked, member):
-                _note_silence(view, member, asked)
-            elif member.member not in view.snapshots:
-                left.append(asked)
-    view.snapshots = dict(sorted(view.snapshots.items()))
-    view.silent = dict(sorted(view.silent.items()))
-    return view
-
-
-def _is_of(answer: Answer, member: Member) -> bool:
-    """Returns whether this member has answered, and not one with its path on another host."""
-    return [(s.member, s.name) for s in answer.snapshots] == [(member.member, member.name)]
+        for snapshot in answer.snapshots:
+            here = {member.directory for member in snapshot.members if member.same_host}
+            view = next((each for each in found if each.directories & here), None)
+            if view is None:
+                found.append(view := MeshView({}))
+            view.directories |= here
+            view.snapshots[snapshot.member] = snapshot
+            view.pids[snapshot.member] = answer.pid
+            view.names |= {member.member: member.name for member in snapshot.members}
+    by_directory = {answer.directory: answer for answer in answers}
+    for view in found:
+        view.snapshots = dict(sorted(view.snapshots.items()))
+        members = [member for each in view.snapshots.values() for member in each.members]
+        for member in sorted(members, key=lambda member: member.member):
+            if member.member not in view.snapshots:
+                _note_silence(view, member, by_directory.get(member.directory))
+    known = {directory for view in found for directory in view.directories}
+    return found, [answer for answer in answers if answer.directory not in known]
 
 
 def _note_silence(view: MeshView, member: Member, asked: Answer | None) -> None:

@@ -48,20 +48,16 @@ class Report:
         waiting = {call_id: each for each in snapshot.activities for call_id in each.calls}
         for call in snapshot.calls:
             yield f"  → {self._call(call)}{_waited_for(waiting.get(call.id))}"
-        handlers = {each.request: each for each in snapshot.activities if each.request}
         for request in snapshot.requests:
-            handler = handlers.get((request.caller, request.id))
             asked = self._call_of(request)
             ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
-            yield f"  ← {self._request(request)}{ago} {_state(request, handler)}"
+            yield f"  ← {self._request(request)}{ago} {request.standing}"
         for what, left in [
             ("calls", snapshot.calls_in_all - len(snapshot.calls)),
             ("requests", snapshot.requests_in_all - len(snapshot.requests)),
         ]:
             if left > 0:
                 yield f"  and {left} more {what}"
-        for note in snapshot.notes:
-            yield f"  {note}"
         yield from self._stacks(snapshot)
 
     def _stacks(self, snapshot: Snapshot) -> Iterator[str]:
@@ -240,23 +236,13 @@ def _pool_text(snapshot: Snapshot) -> str:
     text = f"pool: {pool.running} of {pool.size} threads run"
     if pool.queued:
         text += f", {pool.queued} requests wait for one"
-    if pool.full_for is not None and pool.full_for >= 1:
+    if pool.full_for >= 1:
         text += f", as some have all the time for {pool.full_for:.0f} s"
     return text
 
 
 def _waited_for(activity: Activity | None) -> str:
     return "" if activity is None else f"; {activity.name} waits for it{_at(activity.where)}"
-
-
-def _state(request: Request, handler: Activity | None) -> str:
-    if handler is not None:
-        return f"runs in {handler.name}"
-    if request.queued:
-        return "waits for a thread of the pool"
-    if request.needs:
-        return "waits for the value of an RRef"
-    return "is answered later, by a future or a coroutine"
 
 
 def _is_idle(activity: Activity) -> bool:

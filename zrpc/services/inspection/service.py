@@ -1,27 +1,29 @@
-"""Plugs inspection into an agent.
+"""Plugs inspection into an agent: the questions what a worker does, and their answers.
 
-It warns of slow calls, reports full pools to callers, and answers questions about
-what the worker is doing.
+A worker asks its callees where its slow calls stand (see `zrpc.services.inspection.questions`), and
+warns of them. It answers its callers, and the visitors of its private socket, who may also ask what
+the members on other hosts do.
 """
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import logging
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from queue import Empty, Queue
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
-from zrpc.errors import ProtocolError
-from zrpc.services.inspection.collect import queued_requests, take_snapshot
-from zrpc.services.inspection.congestion import Congestion, Place, Report, Reports
-from zrpc.services.inspection.listener import NUMBERS, OTHERS, SELF, Listener, Visitor
-from zrpc.services.inspection.stacks import requests_to_begin
+from zrpc.errors import ProtocolError, RpcError
+from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
+from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
+from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
 from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -34,152 +36,197 @@ logger = logging.getLogger(__name__)
 # How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives
 # nothing meanwhile.
 _MAX_ENTRIES = 1000
+# How long the members on other hosts may take for an answer to a visitor, and how often it is seen
+# whether this worker has shut down meanwhile.
+_VISIT_SECONDS = 10.0
+_LOOK_SECONDS = 0.1
 
-# A question to workers on other hosts, with which their answers begin: its number, and whether it
-# asks for what they have done, in numbers.
-_QUESTION = struct.Struct("<Q?")
+# With this a question and its answer begin: the question's number, the way, the number of ways, and
+# how many messages went that way before.
+_HEAD = struct.Struct("<QBBQ")
 
 
 class InspectionService(Service):
-    """Tells a worker's log, its peers and its user what the worker is doing.
+    """Tells a worker's log, its peers and its user what the worker is doing and waiting for.
 
-    All of it is done in the agent's ticks, by the thread that receives. Calls pass through none
-    of it.
+    All of it is done in the agent's ticks, by the thread that receives, except for sending each
+    way, since another thread may be copying a large message into the mailbox. Calls pass through
+    none of it.
+
+    Attributes:
+        rules: what callees are asked, and what their answers mean.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self._queues = {place: Congestion(place) for place in Place}
-        self._reports = Reports()
-        self._stuck = StuckCalls(agent, agent.options.warn_after, self.explain)
+        self.rules = Questions()
+        limit = agent.options.warn_after
+        self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
-        # For each question about other hosts: who asks, and the members still to answer.
-        self._asked: dict[int, tuple[Visitor, set[MemberId]]] = {}
-        self._numbers = itertools.count(1)
+        # The answers to each question of a visitor about other hosts, by its number.
+        self._visits: dict[int, Queue[tuple[MemberId, bytes]]] = {}
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        return {
-            Kind.BUSY: self._on_busy,
-            Kind.INSPECT: self._on_inspect,
-            Kind.SNAPSHOT: self._on_snapshot,
-        }
+        return {Kind.ASK: self._on_question, Kind.TELL: self._on_answer}
 
     @override
-    def explain(self, member: MemberId) -> str:
+    def on_member_lost(self, member: MemberId) -> None:
+        self.rules.forget(member)
+
+    @override
+    def explain(self, member: MemberId, call_id: int = 0) -> str:
         membership = self.agent.membership
-        info = membership.infos.get(member)
-        if info is None:
-            return ""
-        name = f"{info.name} (rank {info.id})"
-        now = time.monotonic()
-        if member == self.agent.membership.own_id:
-            reports = [self._own_report(place, now) for place in Place]
-            texts = [report.text() for report in reports if report is not None]
-            return f"; {name} is this worker: {'; '.join(texts)}" if texts else ""
-        text = self._reports.describe(member, name, now, member in membership.lost)
-        return f"; {text}" if text else ""
+        state = "is this worker" if member == membership.own_id else "is alive"
+        if member in membership.lost:
+            state = ""
+        name = self.agent.callees.describe(member)
+        text = self.rules.describe(member, call_id, name, state, time.monotonic())
+        return text and f"; {text}"
 
     @override
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
 
-    # -- in the I/O thread ---------------------------------------------------------------
+    # -- what this worker asks -----------------------------------------------------------
 
     @override
     def tick(self) -> None:
-        """Warns of calls, reports full pools to callers, and answers visitors."""
+        """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
-        pool = self.agent.pool
-        if self._queues[Place.POOL].observe_queue(now, pool.queued, pool.begun):
-            waiting = queued_requests(self.agent, _MAX_ENTRIES)
-            self._report_to_callers(Place.POOL, waiting, now)
-        if self._queues[Place.LOOP].observe_queue(now, len(self.agent.event_loop.coming()), 0):
-            self._report_to_callers(Place.LOOP, requests_to_begin(self.agent), now)
+        self._ask_callees(now)
+        if self._listener is not None:
+            self._listener.admit()
+        self._stuck.check_calls(now)
+
+    def _ask_callees(self, now: float) -> None:
+        waiting: dict[MemberId, list[int]] = {member: [] for member in self.agent.awaited_members()}
+        for call in self.agent.caller.calls.in_flight():
+            if now - call.begun < self.rules.seconds:
+                break  # those that follow are younger
+            if call.left:
+                waiting.setdefault(call.peer, []).append(call.call_id)
+        for member in self.agent.membership.lost:
+            waiting.pop(member, None)
+        if len(self.agent.outbox):  # some of these calls may not have been sent after all
+            return
+        self.rules.ask_only(waiting, now)
+        for member, call_ids in waiting.items():
+            number, asked = self.rules.ask(member, call_ids, now)
+            if number:
+                self._send_each_way(member, Kind.ASK, number, dump_question(asked))
+
+    def _on_answer(self, message: Message) -> None:
+        number, body = self._read(message)
+        if (visit := self._visits.get(number)) is not None:
+            visit.put((message.sender, body))
+        if not number or visit is not None:
+            return
+        calls = self.agent.caller.calls
+        answer, now = Standings.parse(body), time.monotonic()
+        for call_id in self.rules.take_answer(message.sender, number, answer, now):
+            if calls.get(call_id) is not None:
+                info = self.agent.membership.infos[message.sender]
+                text = (
+                    f"a call to {info} or its answer is lost: a connection broke, or there was no "
+                    "memory for a large message. Whether the function has run is not known; call "
+                    "it again only if it may run twice"
+                )
+                logger.error("%s: %s", self.agent.worker_info, text)
+                self.agent.dispatcher.lost += 1
+                calls.settle(call_id, RpcError(text))
+
+    # -- what it is asked ----------------------------------------------------------------
+
+    def _on_question(self, message: Message) -> None:
+        number, body = self._read(message)
+        question = read_question(body) if number else ()
+        if isinstance(question, str):
+            self._post(message.sender, Kind.TELL, number, self._dump_snapshot(question))
+        elif number and not len(self.agent.outbox):  # else some answers are unsent: it asks again
+            told = where_calls_stand(self.agent, message.sender, question)
+            self._send_each_way(message.sender, Kind.TELL, number, told.dump())
+
+    def _dump_snapshot(self, question: str) -> bytes:
+        return take_snapshot(self.agent, 0 if question.endswith(NUMBERS) else _MAX_ENTRIES).dump()
+
+    # -- both ----------------------------------------------------------------------------
+
+    def _send_each_way(self, member: MemberId, kind: Kind, number: int, body: bytes) -> None:
+        def first_frame(way: int, ways: int, sent: int) -> bytes:
+            return Message(kind, body=_HEAD.pack(number, way, ways, sent) + body).first_frame()
+
+        self.agent.completions.submit(partial(self.agent.outbox.post_each_way, member, first_frame))
+
+    def _post(self, member: MemberId, kind: Kind, number: int, body: bytes) -> None:
+        """Sends a question or an answer by one way, when no order matters."""
+        self.agent.outbox.post(member, Message(kind, body=_HEAD.pack(number, 0, 1, 0) + body))
+
+    def _read(self, message: Message) -> tuple[int, bytes]:
+        """Returns a question's number and what follows; 0 if it has not come by all ways yet.
+
+        Raises:
+            ProtocolError: the message is no question or answer.
+        """
+        body = bytes(message.body)
         try:
-            self._stuck.check_calls(now)
-            if self._listener is not None:
-                self._listener.serve(now)
-        except Exception:
-            # Reading the stacks of other threads must never end the thread that receives.
-            logger.exception("%s goes on after an error", self.agent.worker_info)
+            number, way, ways, sent = _HEAD.unpack_from(body)
+        except struct.error as error:
+            raise ProtocolError(f"expected the number of a question: {error}") from error
+        if way:
+            self.agent.dispatcher.break_off(message.sender)
+        if sent:
+            self._compare_counts(message.sender, min(way, 1), sent)
+        if not self.rules.is_complete(message.kind, message.sender, number, way, ways):
+            number = 0
+        return number, body[_HEAD.size :]
 
-    def _report_to_callers(self, place: Place, requests: Iterable[Message], now: float) -> None:
-        """Tells peers that their requests wait, or no longer do."""
-        waiting = {request.sender for request in requests} - {self.agent.membership.own_id}
-        reports = self._queues[place].reports_for(now, waiting, self._own_report(place, now))
-        for member, report in reports.items():
-            self.agent.outbox.post(member, Message(Kind.BUSY, body=report.pack()))
+    def _compare_counts(self, sender: MemberId, way: int, sent: int) -> None:
+        """Reports messages as lost if fewer have come by a way than were sent, twice."""
+        short = sent - self.agent.dispatcher.received_from(sender, way)
+        lost = self.rules.lost_messages(sender, way, short, time.monotonic())
+        if lost:
+            logger.error(
+                "%s: messages from %s are lost (%d): a connection broke, or there was no memory",
+                self.agent.worker_info,
+                self.agent.membership.infos[sender],
+                lost,
+            )
+            self.agent.dispatcher.count_missing(sender, way, lost)
 
-    def _own_report(self, place: Place, now: float) -> Report | None:
-        if place is Place.LOOP:
-            return self._queues[place].report(now, 1, 1, len(self.agent.event_loop.coming()))
-        load = self.agent.pool.load(0)
-        return self._queues[place].report(now, load.size, load.running, load.queued)
-
-    def _on_busy(self, message: Message) -> None:
-        self._reports.record(message.sender, Report.parse(message.body), time.monotonic())
+    # -- visitors ------------------------------------------------------------------------
 
     def _open_listener(self) -> Listener | None:
         directory = self.agent.membership.own_record.directory
         if not directory:
             return None
         try:
-            return Listener(Path(directory), self._answer_visitor)
+            name = f"zrpc-{self.agent.worker_info.name}-inspection"
+            return Listener(Path(directory), self.agent.context, name, self._answer_visitor)
         except OSError as error:
             logger.warning("zrpc stacks can't ask %s: %s", self.agent.worker_info, error)
             return None
 
-    def _answer_visitor(self, visitor: Visitor, question: str) -> None:
-        numbers = question.endswith(NUMBERS)
-        about = question.removesuffix(NUMBERS)
-        if about == SELF:
-            visitor.write(self._dump_snapshot(numbers))
-        if about != OTHERS or not self._ask_other_hosts(visitor, numbers):
-            visitor.finish()
-
-    def _dump_snapshot(self, numbers: bool) -> bytes:
-        if numbers:
-            return take_snapshot(self.agent, None, (), 0).dump()
-        notes = [self.explain(member).lstrip("; ") for member in self._reports.members()]
-        full_for = self._queues[Place.POOL].full_for(time.monotonic())
-        return take_snapshot(self.agent, full_for, notes, _MAX_ENTRIES).dump()
-
-    def _ask_other_hosts(self, visitor: Visitor, numbers: bool) -> bool:
-        """Asks the members on other hosts; returns whether there are any."""
+    def _answer_visitor(self, question: str) -> Iterator[bytes]:
+        """Yields the answer to a visitor's question, in a thread of its own."""
+        if question.startswith(SELF):
+            yield self._dump_snapshot(question)
+            return
         membership = self.agent.membership
         members = {member for member in membership.living if not membership.shares_host(member)}
         members.discard(membership.own_id)
-        self._asked = {n: asked for n, asked in self._asked.items() if not asked[0].closed}
-        number = next(self._numbers)
-        if members:
-            self._asked[number] = (visitor, members)
-        for member in sorted(members):
-            question = Message(Kind.INSPECT, body=_QUESTION.pack(number, numbers))
-            self.agent.outbox.post(member, question)
-        return bool(members)
-
-    def _on_inspect(self, message: Message) -> None:
-        """Answers a member whose user asks what workers on other hosts are doing."""
-        number, numbers = _question_of(message)
-        body = _QUESTION.pack(number, numbers) + self._dump_snapshot(numbers)
-        self.agent.outbox.post(message.sender, Message(Kind.SNAPSHOT, body=body))
-
-    def _on_snapshot(self, message: Message) -> None:
-        number, _ = _question_of(message)
-        visitor, members = self._asked.get(number, (None, set()))
-        if visitor is None or message.sender not in members:
-            return
-        members.discard(message.sender)
-        visitor.write(bytes(message.body[_QUESTION.size :]).replace(b"\n", b" "))
-        if not members:
-            del self._asked[number]
-            visitor.finish()
-
-
-def _question_of(message: Message) -> tuple[int, bool]:
-    try:
-        return _QUESTION.unpack_from(message.body)
-    except struct.error as error:
-        raise ProtocolError(f"expected the number of a question: {error}") from error
+        number, answers = next(self.rules.numbers), Queue[tuple[MemberId, bytes]]()
+        self._visits[number] = answers
+        try:
+            for member in sorted(members):
+                self._post(member, Kind.ASK, number, dump_question(question))
+            end = time.monotonic() + _VISIT_SECONDS
+            while members and time.monotonic() < end and not self.agent.closed:
+                with contextlib.suppress(Empty):
+                    member, answer = answers.get(timeout=_LOOK_SECONDS)
+                    if member in members:
+                        members.discard(member)
+                        yield answer.replace(b"\n", b" ")
+        finally:  # also if the visitor leaves
+            del self._visits[number]

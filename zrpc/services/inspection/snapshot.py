@@ -11,7 +11,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 __all__ = ["FORMAT", "Activity", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 3
+FORMAT = 4
 
 
 class Frame(NamedTuple):
@@ -58,6 +58,7 @@ class Request:
         what: the function's or method's name; empty if it is not known.
         kind: the kind of request.
         queued: whether it waits for a thread of the pool.
+        standing: where it stands, for people.
         makes: the RRef whose value it makes; empty if it makes none.
         needs: the RRef whose value it asks for; empty if it asks for none.
     """
@@ -67,6 +68,7 @@ class Request:
     what: str
     kind: str
     queued: bool = False
+    standing: str = ""
     makes: str = ""
     needs: str = ""
 
@@ -109,14 +111,14 @@ class Pool:
         running: how many run; a thread that waits for another worker does not count.
         threads: how many exist.
         queued: how many jobs wait for a thread.
-        full_for: seconds for which some job has always been waiting; None if none waits.
+        full_for: seconds for which some job has always been waiting; 0 if none waits.
     """
 
     size: int
     running: int
     threads: int
     queued: int
-    full_for: float | None = None
+    full_for: float = 0.0
 
 
 @dataclass(slots=True)
@@ -151,7 +153,6 @@ class Snapshot:
         requests: the requests that it has not answered, the first thousand.
         calls_in_all: the number of all outstanding calls.
         requests_in_all: the number of all requests that are not answered.
-        notes: further sentences, such as what a peer has reported.
         stats: `zrpc.stats`, processor time, memory and state; None if they were not asked for.
     """
 
@@ -167,7 +168,6 @@ class Snapshot:
     requests: list[Request]
     calls_in_all: int = 0
     requests_in_all: int = 0
-    notes: list[str] = field(default_factory=list)
     stats: dict[str, Any] | None = None
 
     def dump(self) -> bytes:

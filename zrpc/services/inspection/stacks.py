@@ -54,6 +54,7 @@ _RUNNERS = tuple(f.__code__ for f in (Execution.__call__, Execution._await, Requ
 _WAIT_ALL = (torch.futures.wait_all.__code__, wait_all.__code__)
 _AWAIT = Future.__await__.__code__
 _MAX_FRAMES = 1000
+_MAX_COROUTINES = 1000
 
 T = TypeVar("T")
 
@@ -92,7 +93,7 @@ def activities(agent: Agent) -> list[Activity]:
 
 
 def requests_to_begin(agent: Agent) -> list[Message]:
-    """Returns the requests whose coroutines wait for the event loop to begin them."""
+    """Returns the oldest of the requests whose coroutines wait for the event loop."""
     return [request for request, _ in _coming(agent)]
 
 
@@ -150,10 +151,10 @@ def _coroutines(agent: Agent) -> list[Activity]:
 
 def _coming(agent: Agent) -> list[tuple[Message, Any]]:
     """Returns the requests whose coroutines wait for the event loop, with these coroutines."""
-    coming = agent.event_loop.coming()
+    coming = agent.event_loop.coming()[:_MAX_COROUTINES]
     held = [(execution.request, each) for each in coming for execution in _held_by(each, Execution)]
-    accepted = {id(request) for request in agent.callee.requests.all()}
-    return [(request, each) for request, each in held if id(request) in accepted]
+    known = agent.callee.requests
+    return [(r, each) for r, each in held if known.get(r.sender, r.call_id) is r]
 
 
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:

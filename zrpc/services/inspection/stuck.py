@@ -29,12 +29,24 @@ class StuckCalls:
     """Warns of calls that wait for longer than a limit, in seconds. Each is named once.
 
     With a limit of 0 there is no warning. For one thread at a time: the one that receives.
+
+    Args:
+        explain: what is known of a callee.
+        standing: where a call to it stands, as it said last.
     """
 
-    def __init__(self, agent: Agent, limit: float, explain: Callable[[MemberId], str]) -> None:
+    def __init__(
+        self,
+        agent: Agent,
+        limit: float,
+        explain: Callable[[MemberId], str],
+        standing: Callable[[MemberId, int], str],
+    ) -> None:
         self._agent = agent
+        self._name = agent.callees.describe
         self._limit = limit
         self._explain = explain
+        self._standing = standing
         self._named: set[int] = set()
         self._next_check = 0.0
 
@@ -94,11 +106,9 @@ class StuckCalls:
                 line += f" at {activity.where}"
             if activity.request is not None:
                 line += f", running {activity.what} for {self._name(activity.request[0])}"
-        return f"{line}, for {now - call.begun:.1f} s, since {_clock(call.begun)}"
-
-    def _name(self, member: MemberId) -> str:
-        info = self._agent.membership.infos[member]
-        return f"{info.name} (rank {info.id})"
+        standing = self._standing(call.peer, call.call_id)
+        there = f"; there it is {standing}" if standing else ""
+        return f"{line}, for {now - call.begun:.1f} s, since {_clock(call.begun)}{there}"
 
 
 def _clock(at: float) -> str:

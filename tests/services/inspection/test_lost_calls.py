@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import math
 import random
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -19,8 +21,8 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
-from zrpc.services import loss_detection
-from zrpc.services.loss_detection import LossDetectionTiming, LossDetector
+from zrpc.services.inspection.questions import Questions
+from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh, faults
 from zrpc.transport.network import BULK_BYTES
 from zrpc.wire.kind import Kind
@@ -30,7 +32,6 @@ from zrpc.wire.message import Message
 pytestmark = pytest.mark.zrpc(workers=2, faults=True, options={"shared_memory": 0})
 
 OFTEN = 0.05
-TIMING = LossDetectionTiming(OFTEN, 4 * OFTEN)
 SOON = 10.0
 SMALL, LARGE = b"x", b"x" * BULK_BYTES
 
@@ -52,7 +53,7 @@ class _Probe(Service):
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_detection, "TIMING", TIMING)
+    monkeypatch.setattr(Questions, "seconds", OFTEN)
 
 
 @pytest.fixture(autouse=True)
@@ -84,12 +85,12 @@ def echo_late(value: Any, seconds: float) -> Any:
 @contextlib.contextmanager
 def unasked(mesh: Mesh) -> Iterator[None]:
     """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
-    rules = mesh.agent(0).service(LossDetector).rules
-    rules.timing = LossDetectionTiming(question_seconds=math.inf)
+    rules = mesh.agent(0).service(InspectionService).rules
+    rules.seconds = math.inf
     try:
         yield
     finally:
-        rules.timing = TIMING
+        rules.seconds = OFTEN
 
 
 @pytest.mark.system
@@ -169,7 +170,7 @@ def test_nothing_is_asked_while_messages_wait_for_descriptors(caller: Mesh) -> N
         with no_descriptors(caller, 0, 1) as refused:
             caller.agent(0).outbox.post(MemberId(1), Message(Kind.CANCEL, 2**60))
             assert refused.is_set()
-            caller.agent(0).service(LossDetector).rules.timing = TIMING
+            caller.agent(0).service(InspectionService).rules.seconds = OFTEN
             time.sleep(10 * OFTEN)
             assert not future.done()
     with pytest.raises(zrpc.RpcError, match="is lost"):
@@ -189,9 +190,11 @@ def test_what_waits_for_room_is_not_lost(caller: Mesh) -> None:
 
 
 def test_words_of_nonsense_are_refused(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    for number, body in enumerate((b"", b"1" * 17, b"1" * 19), 1):
-        caller.agent(1).outbox.post(MemberId(0), Message(Kind.MISSING, body=body))
-        until(lambda: caplog.text.count("ProtocolError: expected the numbers") == number)  # noqa: B023
+    bodies = (b"", b"1" * 17, struct.pack("<QBBQ", 7, 0, 1, 0) + b"x")
+    words = itertools.product((Kind.ASK, Kind.TELL), bodies)
+    for number, (kind, body) in enumerate(words, 1):
+        caller.agent(1).outbox.post(MemberId(0), Message(kind, body=body))
+        until(lambda: caplog.text.count("ProtocolError: expected") == number)  # noqa: B023
 
 
 @pytest.mark.system
