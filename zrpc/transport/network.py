@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory
 from zrpc.transport.curve import Curve, PeerKey
+from zrpc.transport.descriptors import DescriptorSocket
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import bulk_identity
@@ -79,6 +80,8 @@ class Network:
         self._curve: Curve | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
             undo.callback(self.directory.remove)
+            self._descriptors = DescriptorSocket(self.directory.path)
+            undo.callback(self._descriptors.close)
             self._context: zmq.Context[Any] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
@@ -173,6 +176,20 @@ class Network:
             except ConnectionError:
                 self._replace(peer, mailbox).transmit(frame, (), False)
 
+    def send_descriptor(self, peer: int, number: int, fd: int) -> None:
+        """Sends an open file descriptor to a peer on this host; see `DescriptorSocket.send`.
+
+        It comes before all messages that are sent afterwards.
+
+        Raises:
+            OSError: the peer is gone or has no room for it.
+        """
+        self._descriptors.send(self._own_id, self._endpoints[peer], number, fd)
+
+    def receive_descriptors(self) -> Iterator[tuple[int, int, int]]:
+        """Yields the file descriptors that have come; see `DescriptorSocket.receive`."""
+        return self._descriptors.receive(self._endpoints)
+
     def knows(self, peer: int) -> bool:
         """Returns whether anything was ever sent to this peer."""
         return peer in self._mailboxes or peer in self._bulk
@@ -258,6 +275,7 @@ class Network:
         """Sends nothing more: in a forked child, since the sockets are its parent's."""
         self._lock = UninterruptedLock()  # a thread of the parent may have held the other
         self._closed = True
+        self._descriptors.close()
         self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
         self._mailboxes, self._bulk = {}, {}
 
@@ -288,6 +306,7 @@ class Network:
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
+        self._descriptors.close()
         if self._curve is not None:
             self._curve.close()
         self._context.term()

@@ -15,7 +15,6 @@ import pytest
 
 import zrpc
 from tests.services.shm.sharing import (
-    introduce,
     large,
     own_layer,
     processes,
@@ -67,7 +66,6 @@ class Child:
 
 def fork_and_drop(rank: Any) -> Any:
     """The child goes on to read a tensor that this process drops."""
-    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     expected = content(large(7))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     assert content(tensor) == expected
@@ -97,7 +95,6 @@ def test_a_fork_of_the_receiver_goes_on_reading(mesh: Mesh) -> None:
 
 
 def fork_and_write(rank: Any) -> Any:
-    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     before = content(tensor)
 
