@@ -47,7 +47,7 @@ class DescriptorSocket:
             raise
 
     def send(self, own: int, endpoint: str, number: int, fd: int) -> None:
-        """Sends a descriptor, of which the sender keeps its own.
+        """Sends a descriptor, which stays open here.
 
         Args:
             own: this worker's number as a peer.

@@ -26,7 +26,6 @@ from tests.services.shm.sharing import (
 )
 from tests.support.waiting import until
 from zrpc.services.shm.segments import Segment
-from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -44,11 +43,11 @@ def test_idle_segments_are_closed_and_forgotten(joined: Mesh) -> None:
     until_returned(layer, 1)
     layers = [service_of(joined, rank) for rank in range(len(joined))]
     for each in layers:  # the other has a pool, too
-        each.timing = SharedMemoryTiming(idle_seconds=-1.0, check_seconds=0.0)
+        each.idle_seconds = -1.0
     until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
     until(lambda: len(segments_open()) == 1, collect=True)
     for each in layers:
-        each.timing = SharedMemoryTiming()
+        each.idle_seconds = 10.0
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(layer)

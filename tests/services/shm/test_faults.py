@@ -118,7 +118,7 @@ def fail_to_send(monkeypatch: pytest.MonkeyPatch, agent: Any, *errors: Any) -> A
 
     def fail(rank: Any, first: Any, buffers: Any = (), counted: bool = True) -> None:
         extensions = parse(first).extensions
-        if left and any(tag in (Tag.SHARED, Tag.RETURNED) for tag, _ in extensions):
+        if left and any(tag in (Tag.SHARED, Tag.SEGMENTS) for tag, _ in extensions):
             raise left.pop(0)
         send(rank, first, buffers, counted)
 
@@ -163,12 +163,16 @@ def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
     until_returned(ours)
 
 
+def note(verb: int, number: int) -> bytes:
+    return struct.pack("<BQ", verb, number)
+
+
 def test_a_segment_that_may_be_lent_again_is_not_returned_twice(joined: Mesh) -> None:
     """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    part = Message(Kind.RESULT, extensions=[(Tag.RETURNED, struct.pack("<Q", number))])
+    part = Message(Kind.RESULT, extensions=[(Tag.SEGMENTS, note(1, number))])
     theirs.undo_carry(0, part)
     joined.agent(1).network.wake()
     until_returned(ours)
@@ -180,24 +184,15 @@ def test_a_segment_that_may_be_lent_again_is_not_returned_twice(joined: Mesh) ->
     until_returned(ours)
 
 
-def test_what_a_fork_may_read_is_not_returned_with_a_message(
-    joined: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But another tensor is, and of the first the owner hears as well, by a message of its own."""
+def test_what_a_fork_may_read_is_not_used_again(joined: Mesh) -> None:
+    """But another tensor is. The owner hears of both with the same message."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("forked", large(1)))
     (forked,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
     theirs.loans.keep_all()
     zrpc.rpc_sync(1, keep, ("other", large(2)))
     (other,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1 and n != forked)
-    monkeypatch.setattr(theirs, "after_turn", lambda: None)
     drop("forked", "other")
-    until(lambda: len(theirs.loans.ended) == 2, collect=True)
-    message = Message(Kind.CANCEL, 2**60)
-    theirs.carry(0, message)
-    assert message.extensions == [(Tag.RETURNED, struct.pack("<Q", other))]
-    monkeypatch.undo()
-    joined.agent(1).outbox.post(0, message)
     until_returned(ours)
     assert forked not in ours.pool._segments
     assert other in ours.pool._segments

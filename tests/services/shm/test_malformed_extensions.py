@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
+import os
 import struct
 from typing import Any
 
@@ -16,6 +19,7 @@ from tests.services.shm.sharing import (
     keep,
     kept,
     large,
+    make,
     sends_by_segments,
     service_of,
     until_returned,
@@ -23,7 +27,9 @@ from tests.services.shm.sharing import (
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
+from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.testing import Mesh
+from zrpc.testing.procfs import descriptors
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
@@ -79,53 +85,60 @@ def test_an_extension_of_nonsense_is_an_error_at_the_caller(
 
 
 NOTES = {
-    "empty": b"",
-    "half": b"\x01\x02",
-    "unknown verb": NOTE.pack(99, 0),
-    "return of what another has": NOTE.pack(1, 0),
-    "keep of what another has": NOTE.pack(2, 0),
-    "return of what isn't": NOTE.pack(1, TOO_MUCH),
-    "keep of what isn't": NOTE.pack(2, TOO_MUCH),
-    "closed what isn't": NOTE.pack(3, TOO_MUCH),
+    "empty": lambda held: b"",
+    "half": lambda held: b"\x01\x02",
+    "unknown verb": lambda held: NOTE.pack(99, 0),
+    "return of what another has": lambda held: NOTE.pack(1, held),
+    "keep of what another has": lambda held: NOTE.pack(2, held),
+    "return of what isn't": lambda held: NOTE.pack(1, TOO_MUCH),
+    "keep of what isn't": lambda held: NOTE.pack(2, TOO_MUCH),
+    "closed what isn't": lambda held: NOTE.pack(3, TOO_MUCH),
 }
 
 
 @pytest.mark.zrpc(workers=3)
-def test_words_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    ours = service_of(joined, 0)
+def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    ours, stranger = service_of(joined, 0), joined.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    assert ours.pool.lent == 1
-    before = set(ours.pool._segments)
+    (held,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        for note in NOTES.values():
-            head = note[: NOTE.size]
-            if len(head) == NOTE.size and head[0] in (1, 2) and head[1:] == bytes(8):
-                note = NOTE.pack(head[0], number)
-            joined.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
-            # Behind it in the queue: answered when it has been read.
-            assert joined.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
-            assert ours.pool.lent == 1, note
-    assert before <= set(ours.pool._segments)
-    for i in range(3):
-        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
+        for what, hostile in NOTES.items():
+            data = hostile(held)
+            stranger.outbox.post(0, Message(Kind.SEGMENT, extensions=[(Tag.SEGMENTS, data)]))
+            if what in ("half", "unknown verb"):
+                with pytest.raises(zrpc.ProtocolError, match=r"extension|known verb"):
+                    call_with(stranger, 0, Tag.SEGMENTS, data)
+            else:
+                assert call_with(stranger, 0, Tag.SEGMENTS, data) == 1
+            assert (ours.pool.lent, held in ours.pool._segments) == (1, True), what
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(ours)
 
 
 @pytest.mark.zrpc(workers=3)
-def test_returns_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    ours, stranger = service_of(joined, 0), joined.agent(2)
-    zrpc.rpc_sync(1, keep, ("held", large(1)))
-    another_s = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):
-        assert call_with(stranger, 0, Tag.RETURNED, data) == 1
-    with (
-        caplog.at_level(logging.CRITICAL, logger="zrpc"),
-        pytest.raises(zrpc.ProtocolError, match="extension"),
-    ):
-        call_with(stranger, 0, Tag.RETURNED, b"half")
-    assert ours.pool.lent == 1
-    drop("held")
-    until_returned(ours)
+def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) -> None:
+    hostile, fd = joined.agent(2), os.memfd_create("hostile", os.MFD_CLOEXEC)
+
+    def kept_open() -> int:
+        return sum("memfd:hostile" in link for link in descriptors().values()) - 1
+
+    numbers = itertools.count()
+
+    def flood() -> int:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                hostile.network.send_descriptor(0, next(numbers), fd)
+        return kept_open()
+
+    until(lambda: flood() == MAX_SEGMENTS)
+    theirs = service_of(joined, 1)
+    for i in range(3):  # while there is no room for descriptors
+        flood()
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
+    until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and theirs.sent_bytes)
+    assert kept_open() == MAX_SEGMENTS
+    hostile.shutdown(graceful=False)
+    until(lambda: kept_open() == 0)
+    os.close(fd)

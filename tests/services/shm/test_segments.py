@@ -24,7 +24,6 @@ from hypothesis.stateful import (
 
 from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
 from zrpc.services.shm.segments import Segment, SegmentPool
-from zrpc.services.shm.service import SharedMemoryTiming
 
 NEVER, ALWAYS = 0.0, float("inf")
 
@@ -46,7 +45,7 @@ def lend(pool: SegmentPool, size: int, borrower: int = 1) -> Segment:
 def shrink(pool: SegmentPool, now: float) -> list[Segment]:
     """Has the pool close what was not used for long; which segments these were."""
     before = list(pool._segments.values())
-    pool.close_idle(now - SharedMemoryTiming().idle_seconds)
+    pool.close_idle(now - 10.0)
     return [segment for segment in before if segment not in pool._segments.values()]
 
 

@@ -19,7 +19,6 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar
 
@@ -36,7 +35,7 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["SharedMemoryService", "SharedMemoryTiming"]
+__all__ = ["SharedMemoryService"]
 
 # Messages whose large buffers are smaller than this in all go by frames: finding and returning a
 # segment costs more than copying the bytes through a socket. Measured, there and back: 128 KiB take
@@ -49,24 +48,11 @@ _NUMBER = struct.Struct("<Q")  # number of a segment
 
 
 class _Verb(IntEnum):
-    """What a message about segments says."""
+    """What a note about a segment says."""
 
     RETURN = 1  # use this segment again
     KEEP = 2  # never use this segment again: I may read it without limit, or can't open it
     CLOSED = 3  # this segment is not lent again
-
-
-@dataclass(frozen=True, slots=True)
-class SharedMemoryTiming:
-    """When segments are closed, in seconds.
-
-    Attributes:
-        idle_seconds: how long a free segment is kept for the next message.
-        check_seconds: how often the pool is checked for idle segments.
-    """
-
-    idle_seconds: float = 10.0
-    check_seconds: float = 1.0
 
 
 class SharedMemoryService(Service, MessageHooks):
@@ -75,7 +61,7 @@ class SharedMemoryService(Service, MessageHooks):
     Attributes:
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
-        timing: when segments are closed; it may be replaced at any time.
+        idle_seconds: how long a free segment is kept for the next message.
         sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
 
@@ -87,15 +73,14 @@ class SharedMemoryService(Service, MessageHooks):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.timing = SharedMemoryTiming()
+        self.idle_seconds = 10.0
         # Guards the pool and what has been borrowed, which any thread that sends uses.
         self._lock = UninterruptedLock()
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory)
         self.loans = Loans()
-        # What to tell the owners of loans that have ended: RETURN or KEEP, and which segment.
-        self._to_return: dict[MemberId, list[tuple[_Verb, int]]] = {}
-        self._next_check = 0.0
+        # The notes to send to each member. Guarded by the lock.
+        self._notes: dict[MemberId, bytes] = {}
         self.sent_bytes = self.received_bytes = 0
         self.to_carry = self.loans.ended
         self._closed = False
@@ -103,11 +88,11 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        return {Kind.SEGMENT: self._on_segment}
+        return {Kind.SEGMENT: lambda message: None}  # it has brought notes
 
     @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        return {Tag.SHARED: self._borrow, Tag.RETURNED: self._on_returned}
+        return {Tag.SHARED: self._borrow, Tag.SEGMENTS: self._on_notes}
 
     @override
     def message_hooks(self) -> MessageHooks:
@@ -125,7 +110,11 @@ class SharedMemoryService(Service, MessageHooks):
         if self._closed:
             return
         if self.loans.ended:
-            self._return_with(member, message)
+            with self._lock:
+                self._note_ended()
+                notes = self._notes.pop(member, b"")
+            if notes:
+                message.extensions = [*message.extensions, (Tag.SEGMENTS, notes)]
         if message.buffers:
             self._carry_buffers(member, message)
 
@@ -140,31 +129,23 @@ class SharedMemoryService(Service, MessageHooks):
         """
         if self._closed:
             return
-        for tag, data in message.extensions:
-            if tag == Tag.SHARED:
-                with self._lock:
-                    self.pool.retire(_NUMBER.unpack_from(data)[0], member)
-            elif tag == Tag.RETURNED:
-                kept = [(_Verb.KEEP, number) for (number,) in _NUMBER.iter_unpack(data)]
-                with self._lock:
-                    self._to_return.setdefault(member, []).extend(kept)
-
-    def _return_with(self, member: MemberId, message: Message) -> None:
         with self._lock:
-            self._sort_ended()
-            notes = self._to_return.get(member, [])
-            returned = [number for verb, number in notes if verb is _Verb.RETURN]
-            if returned:  # `_send_notes` sends the others
-                self._to_return[member] = [note for note in notes if note[0] is _Verb.KEEP]
-        if returned:
-            data = b"".join(map(_NUMBER.pack, returned))
-            message.extensions = [*message.extensions, (Tag.RETURNED, data)]
+            for tag, data in message.extensions:
+                if tag == Tag.SHARED:
+                    self.pool.retire(_NUMBER.unpack_from(data)[0], member)
+                elif tag == Tag.SEGMENTS:
+                    for verb, number in _NOTE.iter_unpack(data):
+                        verb = _Verb.KEEP if verb == _Verb.RETURN else verb
+                        self._note(member, verb, number)
 
-    def _sort_ended(self) -> None:
-        """Sorts loans that have ended by their owner. The lock is held."""
+    def _note(self, member: MemberId, verb: int, number: int) -> None:
+        """Adds a note for a member. The lock is held."""
+        self._notes[member] = self._notes.get(member, b"") + _NOTE.pack(verb, number)
+
+    def _note_ended(self) -> None:
+        """Adds notes about the loans that have ended. The lock is held."""
         for loan in self.loans.returned():
-            verb = _Verb.KEEP if loan.keep else _Verb.RETURN
-            self._to_return.setdefault(loan.owner, []).append((verb, loan.number))
+            self._note(loan.owner, _Verb.KEEP if loan.keep else _Verb.RETURN, loan.number)
 
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
         arrays = [(i, a) for i, b in enumerate(message.buffers) if (a := array_of(b)) is not None]
@@ -237,7 +218,8 @@ class SharedMemoryService(Service, MessageHooks):
             loan = self.loans.borrow(message.sender, number, places)
         except (OSError, ValueError, ProtocolError):
             # Out of descriptors, for example. The sender must send the descriptor again.
-            self._post(message.sender, _NOTE.pack(_Verb.KEEP, number))
+            with self._lock:
+                self._note(message.sender, _Verb.KEEP, number)
             raise
         views, loan.views = loan.views, None
         by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
@@ -255,59 +237,52 @@ class SharedMemoryService(Service, MessageHooks):
                 if self._closed or owner in self.agent.membership.lost:
                     self.loans.forget(owner)
 
-    def _on_returned(self, message: Message, data: bytes) -> None:
-        """Takes back the segments that a message returns."""
-        with self._lock:
-            for (number,) in _NUMBER.iter_unpack(data):
-                self.pool.give_back(number, message.sender)
-
-    def _on_segment(self, message: Message) -> None:
-        body = bytes(message.body)
-        if len(body) < _NOTE.size:
-            raise ProtocolError(f"expected a message about a segment, found {len(body)} bytes")
-        verb, number = _NOTE.unpack_from(body)
-        member = message.sender
-        if verb == _Verb.CLOSED:
-            self._receive_descriptors()  # it may be among them
-            self.loans.forget(member, number)
-        elif verb in (_Verb.RETURN, _Verb.KEEP):
-            with self._lock:
-                end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
-                end(number, member)
-        else:
-            raise ProtocolError(f"expected a known verb about a segment, found {verb}")
+    def _on_notes(self, message: Message, data: bytes) -> None:
+        owner = message.sender
+        for verb, number in _NOTE.iter_unpack(data):
+            if verb == _Verb.CLOSED:
+                self._receive_descriptors()  # it may be among them
+                self.loans.forget(owner, number)
+            elif verb in (_Verb.RETURN, _Verb.KEEP):
+                with self._lock:
+                    end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
+                    end(number, owner)
+            else:
+                raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        containers = self.loans.ended, self._to_return, self.pool.retired
+        containers = self.loans.ended, self._notes, self.pool.retired
         return [(each, self._send_notes) for each in containers]
 
     def _send_notes(self) -> None:
         """Returns what is no longer used here, and says which segments are used no more."""
         with self._lock:
-            self._sort_ended()
-            due = [(owner, note) for owner, notes in self._to_return.items() for note in notes]
+            self._note_ended()
             for segment in self.pool.retired:
-                due += [(member, (_Verb.CLOSED, segment.number)) for member in segment.known_to]
-            self._to_return.clear()
+                for member in segment.known_to:
+                    self._note(member, _Verb.CLOSED, segment.number)
+            due = list(self._notes.items())
+            self._notes.clear()
             self.pool.retired.clear()
-        for member, note in due:
-            self._post(member, _NOTE.pack(*note))
+        for member, notes in due:
+            # Not counted: these may still be sent while a shutdown waits for the last message.
+            self.agent.outbox.post(
+                member, Message(Kind.SEGMENT, extensions=[(Tag.SEGMENTS, notes)])
+            )
 
     @override
     def tick(self) -> None:
         self._receive_descriptors()  # those that no message names; else they would need all room
-        now = time.monotonic()
-        if now >= self._next_check and len(self.pool):
-            self._next_check = now + self.timing.check_seconds
+        if len(self.pool):
             with self._lock:
-                self.pool.close_idle(now - self.timing.idle_seconds)
+                self.pool.close_idle(time.monotonic() - self.idle_seconds)
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
         with self._lock:
             self.pool.retire_lent_to(member)
-            self._to_return.pop(member, None)
+            self._notes.pop(member, None)
         self.loans.forget(member)
 
     @override
@@ -320,10 +295,6 @@ class SharedMemoryService(Service, MessageHooks):
         with self._lock:
             self.pool.close()
             self.loans.close()
-
-    def _post(self, member: MemberId, body: bytes) -> None:
-        # Not counted: these may still be sent while a shutdown waits for the last message.
-        self.agent.outbox.post(member, Message(Kind.SEGMENT, body=body))
 
     @classmethod
     def _before_fork(cls) -> None:
