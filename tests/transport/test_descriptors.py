@@ -41,7 +41,7 @@ class Worker:
     def received(self) -> list[tuple[int, int, bytes]]:
         """What has come: the content of each file, which is closed."""
         found = []
-        for peer, number, fd in self.socket.receive(self.endpoints):
+        for peer, number, fd in self.socket.receive(self.endpoints.__getitem__):
             assert fcntl.fcntl(fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
             found.append((peer, number, os.pread(fd, 100, 0)))
             os.close(fd)
@@ -153,7 +153,7 @@ def test_of_two_descriptors_at_once_one_is_taken(workers: list[Worker]) -> None:
 def test_without_a_descriptor_none_is_reported(workers: list[Worker]) -> None:
     workers[0].send_raw(1, NOTE.pack(0, 3))
     receiver = workers[1]
-    assert list(receiver.socket.receive(receiver.endpoints)) == [(0, 3, NO_DESCRIPTOR)]
+    assert list(receiver.socket.receive(receiver.endpoints.__getitem__)) == [(0, 3, NO_DESCRIPTOR)]
 
 
 def test_if_the_process_may_have_no_more_descriptors_none_is_reported(
@@ -166,7 +166,7 @@ def test_if_the_process_may_have_no_more_descriptors_none_is_reported(
     os.close(lowest)
     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
     try:
-        found = list(second.socket.receive(second.endpoints))
+        found = list(second.socket.receive(second.endpoints.__getitem__))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found == [(0, 3, NO_DESCRIPTOR)]

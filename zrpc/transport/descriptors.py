@@ -2,7 +2,8 @@
 
 A descriptor goes by a datagram, ahead of the message that needs it. So the streams of messages are
 read without looking for descriptors, which would cost each message some time. A datagram stays at
-the receiver even if its sender dies. If there is no room for it, the sender is told at once.
+the receiver even if its sender exits. If the receiver has no room for it, the sender learns that at
+once. The system tells the receiver from which path a datagram comes, and so from which worker.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import array
 import os
 import socket
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from zrpc.transport.address import DESCRIPTORS
@@ -62,15 +63,15 @@ class DescriptorSocket:
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))
         self._socket.sendmsg([_NOTE.pack(own, number)], [rights], 0, _place(endpoint))
 
-    def receive(self, endpoints: Mapping[int, str]) -> Iterator[tuple[int, int, int]]:
+    def receive(self, endpoint: Callable[[int], str]) -> Iterator[tuple[int, int, int]]:
         """Yields what has come: the peer, the number, and the descriptor or `NO_DESCRIPTOR`.
 
         The latter means that this process has no descriptors left, or that the peer has sent none.
         The caller closes the descriptors.
 
         Args:
-            endpoints: of all peers. A datagram comes from the socket next to its sender's inbox;
-                others are discarded.
+            endpoint: returns a peer's inbox; raises KeyError if there is no such peer. What does
+                not come from the socket next to its sender's inbox is discarded.
         """
         for _ in range(_MAX_AT_ONCE):
             try:
@@ -82,8 +83,12 @@ class DescriptorSocket:
             fds = array.array("i")
             for _, _, content in rights:
                 fds.frombytes(content)
-            peer, number = _NOTE.unpack(data) if len(data) == _NOTE.size else (-1, 0)
-            if peer in endpoints and place == _place(endpoints[peer]):
+            try:
+                peer, number = _NOTE.unpack(data)
+                known = place == _place(endpoint(peer))
+            except (struct.error, KeyError, ValueError):
+                known = False
+            if known:
                 yield peer, number, fds.pop() if fds else NO_DESCRIPTOR
             for fd in fds:
                 os.close(fd)

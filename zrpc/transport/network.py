@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -55,6 +55,7 @@ class Network:
     Attributes:
         directory: this worker's private directory.
         tcp_endpoint: where this worker listens on tcp; empty if it does not.
+        descriptors: sends and receives file descriptors on this host.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
@@ -80,8 +81,8 @@ class Network:
         self._curve: Curve | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
             undo.callback(self.directory.remove)
-            self._descriptors = DescriptorSocket(self.directory.path)
-            undo.callback(self._descriptors.close)
+            self.descriptors = DescriptorSocket(self.directory.path)
+            undo.callback(self.descriptors.close)
             self._context: zmq.Context[Any] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
@@ -176,20 +177,6 @@ class Network:
             except ConnectionError:
                 self._replace(peer, mailbox).transmit(frame, (), False)
 
-    def send_descriptor(self, peer: int, number: int, fd: int) -> None:
-        """Sends an open file descriptor to a peer on this host; see `DescriptorSocket.send`.
-
-        It comes before all messages that are sent afterwards.
-
-        Raises:
-            OSError: the peer is gone or has no room for it.
-        """
-        self._descriptors.send(self._own_id, self._endpoints[peer], number, fd)
-
-    def receive_descriptors(self) -> Iterator[tuple[int, int, int]]:
-        """Yields the file descriptors that have come; see `DescriptorSocket.receive`."""
-        return self._descriptors.receive(self._endpoints)
-
     def knows(self, peer: int) -> bool:
         """Returns whether anything was ever sent to this peer."""
         return peer in self._mailboxes or peer in self._bulk
@@ -275,7 +262,7 @@ class Network:
         """Sends nothing more: in a forked child, since the sockets are its parent's."""
         self._lock = UninterruptedLock()  # a thread of the parent may have held the other
         self._closed = True
-        self._descriptors.close()
+        self.descriptors.close()
         self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
         self._mailboxes, self._bulk = {}, {}
 
@@ -306,7 +293,7 @@ class Network:
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
-        self._descriptors.close()
+        self.descriptors.close()
         if self._curve is not None:
             self._curve.close()
         self._context.term()

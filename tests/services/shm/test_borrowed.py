@@ -18,7 +18,7 @@ from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_
 from zrpc.errors import ProtocolError
 from zrpc.services.shm import borrowed as loans_module
 from zrpc.services.shm.borrowed import Loan, Loans
-from zrpc.services.shm.segments import MAX_SEGMENTS, Segment, SegmentPool
+from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.testing.procfs import descriptors
 
 OWNER = 3
@@ -255,21 +255,3 @@ def test_a_descriptor_of_something_else_is_refused_and_closed(loans: Any) -> Non
 def test_a_message_that_names_a_segment_that_has_not_come_is_an_error(loans: Any) -> None:
     with pytest.raises(ProtocolError, match="descriptor of segment 7, found none"):
         loans.borrow(OWNER, 7, [(0, 64)])
-
-
-def test_what_an_owner_sends_too_much_of_is_closed_and_takes_nothing_from_others(
-    loans: Any, pool: Any
-) -> None:
-    segment, places = lent(pool, b"a" * 64)
-    before = descriptors()
-    for number in (*range(3), *range(2 * MAX_SEGMENTS)):
-        loans.add(OWNER, number, os.dup(segment.fd))
-    assert len(descriptors()) - len(before) == MAX_SEGMENTS
-    loans.forget(OWNER, 0)
-    assert not loans.knows(OWNER, 0)
-    assert loans.knows(OWNER, 1)
-    loan = loan_of(loans, segment, places, OWNER + 1)
-    assert bytes(loan.views[0]) == b"a" * 64
-    loan.views = None
-    loans.close()
-    assert descriptors() == before

@@ -94,7 +94,7 @@ def test_if_the_descriptor_of_a_segment_cant_be_sent_the_message_goes_by_frames(
         raise OSError(error, "it can't be sent")
 
     with monkeypatch.context() as patched:
-        patched.setattr(network, "send_descriptor", refuse)
+        patched.setattr(network.descriptors, "send", refuse)
         for i in range(3):
             assert zrpc.rpc_sync(1, torch.numel, (large(i),)) == LARGE
         assert (layer.sent_bytes, layer.pool.lent, len(layer.pool)) == (0, 0, 1)

@@ -143,8 +143,12 @@ def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
     assert not left
     assert ours.pool.lent == 0
     assert [lend.number in ours.pool._segments for lend in lends] == [False]
+    # Nor does the peer keep the descriptor. It learns that before it has looked for descriptors.
+    joined.agent(0).network.wake()
+    until(lambda: not ours.pool.retired)
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
     until_returned(ours)
+    until(lambda: not service_of(joined, 1).loans.knows(0, lends[0].number))
 
 
 @no_memory

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import shutil
 import struct
 from typing import Any
 
@@ -30,6 +31,7 @@ from zrpc.agent.agent import Agent
 from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.testing import Mesh
 from zrpc.testing.procfs import descriptors
+from zrpc.transport.descriptors import DescriptorSocket
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
@@ -120,6 +122,7 @@ def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptur
 @pytest.mark.zrpc(workers=3)
 def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) -> None:
     hostile, fd = joined.agent(2), os.memfd_create("hostile", os.MFD_CLOEXEC)
+    place = hostile.network.endpoint(0)
 
     def kept_open() -> int:
         return sum("memfd:hostile" in link for link in descriptors().values()) - 1
@@ -129,16 +132,27 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
     def flood() -> int:
         with contextlib.suppress(BlockingIOError):
             while True:
-                hostile.network.send_descriptor(0, next(numbers), fd)
+                hostile.network.descriptors.send(2, place, next(numbers), fd)
         return kept_open()
 
     until(lambda: flood() == MAX_SEGMENTS)
-    theirs = service_of(joined, 1)
+    other = service_of(joined, 1)
     for i in range(3):  # while there is no room for descriptors
         flood()
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
-    until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and theirs.sent_bytes)
+    until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and other.sent_bytes)
     assert kept_open() == MAX_SEGMENTS
     hostile.shutdown(graceful=False)
     until(lambda: kept_open() == 0)
     os.close(fd)
+    # One that is lost, and sends more.
+    directory = hostile.network.directory.path
+    directory.mkdir()
+    again = DescriptorSocket(directory)
+    ours, theirs = os.pipe()
+    again.send(2, place, 0, theirs)
+    os.close(theirs)
+    assert os.read(ours, 1) == b""  # nobody has the other end
+    again.close()
+    os.close(ours)
+    shutil.rmtree(directory)

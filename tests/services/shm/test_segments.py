@@ -137,6 +137,15 @@ def test_use_counts_from_the_return(pool: Any) -> None:
     assert shrink(pool, time.monotonic()) == []
 
 
+def test_what_is_being_written_can_not_be_returned(pool: Any) -> None:
+    segment, _ = pool.lend([MIB], 1)
+    pool.give_back(segment.number, 1)  # a hostile borrower guesses the number
+    assert pool.lent == 1
+    assert pool.written(segment)
+    pool.give_back(segment.number, 1)
+    assert pool.lent == 0
+
+
 def test_a_closed_pool_has_nothing_and_lends_nothing(pool: Any) -> None:
     for borrower in range(3):
         lend(pool, MIB, borrower)

@@ -121,8 +121,6 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}
         self.size = 0
         self._next_number = 0
-        # Retired while a thread was writing to them; that thread closes them.
-        self._to_close: set[Segment] = set()
         self.retired: list[Segment] = []
         self._closed = False
 
@@ -157,11 +155,10 @@ class SegmentPool:
     def written(self, segment: Segment) -> bool:
         """Ends the writing to a segment; returns False if it was retired meanwhile."""
         segment.writing = segment.fresh = False
-        if segment in self._to_close:
-            self._to_close.discard(segment)
+        kept = segment.number in self._segments
+        if not kept:
             segment.close()
-            return False
-        return True
+        return kept
 
     def unused(self, segment: Segment) -> None:
         """Takes back a segment to which nothing was written after all."""
@@ -231,7 +228,5 @@ class SegmentPool:
         del self._segments[segment.number]
         self.size -= segment.size
         self.retired.append(segment)
-        if segment.writing:
-            self._to_close.add(segment)
-        else:
+        if not segment.writing:  # else the thread that writes closes it
             segment.close()

@@ -5,9 +5,8 @@ where. The receiver maps the segment, and its tensors are views of it. When they
 returns the segment, to be used again: with the next message to the sender, often the answer, or
 else by a message of its own. So there is one copy in and none out.
 
-A segment is a memfd, whose descriptor goes ahead of the first message that names it, see
-`zrpc.transport.descriptors`. If the peer has no room for it, and if the pool is full, frames are
-used.
+A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
+it. If the peer has no room for it, and if the pool is full, frames are used.
 """
 
 from __future__ import annotations
@@ -194,7 +193,9 @@ class SharedMemoryService(Service, MessageHooks):
             if lent is not None and member not in lent[0].known_to:
                 segment = lent[0]
                 try:
-                    self.agent.network.send_descriptor(member, segment.number, segment.fd)
+                    network, own_id = self.agent.network, self.agent.membership.own_id
+                    place = network.endpoint(member)
+                    network.descriptors.send(own_id, place, segment.number, segment.fd)
                 except OSError:
                     self.pool.unused(segment)
                     return None
@@ -230,8 +231,9 @@ class SharedMemoryService(Service, MessageHooks):
 
     def _receive_descriptors(self) -> None:
         """Keeps the descriptors that have come until messages name them."""
+        network = self.agent.network
         with self._lock:
-            for peer, number, fd in self.agent.network.receive_descriptors():
+            for peer, number, fd in network.descriptors.receive(network.endpoint):
                 owner = MemberId(peer)
                 self.loans.add(owner, number, fd)
                 if self._closed or owner in self.agent.membership.lost:
