@@ -131,7 +131,7 @@ def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
         assert segment.number == 0
         loan = loan_of(loans, segment, places, owner)
         views.append(loan.views[0])
-        loan.views = None
+        loan.views = ()
     assert [bytes(view) for view in views] == [bytes([owner]) * 64 for owner in range(2)]
     loans.forget(0)
     for pool in pools:
@@ -204,7 +204,7 @@ def test_before_a_fork_all_is_kept_even_if_one_can_not_be_made_private(
 def test_a_loan_that_has_ended_does_not_live_on(loans: Any, pool: Any) -> None:
     segment, places = lent(pool, b"a" * 64)
     loan = loan_of(loans, segment, places)
-    loan.views = None
+    loan.views = ()
     ended = weakref.ref(loan)
     assert loans.returned() == [loan]
     del loan

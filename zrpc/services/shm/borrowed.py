@@ -10,6 +10,7 @@ import mmap
 import os
 import weakref
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 from zrpc.errors import ProtocolError
@@ -62,7 +63,7 @@ class Loan:
         # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
         # which no signal handler interrupts (what that raised would be lost).
         self.watched = [weakref.ref(view, ended.append) for view in views]
-        self.views: list[ctypes.Array[ctypes.c_char]] | None = views
+        self.views: Sequence[ctypes.Array[ctypes.c_char]] = views
 
 
 class Loans:

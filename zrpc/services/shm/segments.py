@@ -22,7 +22,7 @@ from typing import Any
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool", "array_of"]
+__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool"]
 
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
@@ -33,13 +33,6 @@ MAX_SEGMENTS = 128
 # Python's own mmap.madvise would keep the interpreter's lock.
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23
-
-
-def array_of(buffer: Any) -> Any:
-    """Returns a buffer as a ctypes array, or None if its address can't be had."""
-    if isinstance(buffer, memoryview) and not buffer.readonly:
-        return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
-    return buffer if isinstance(buffer, ctypes.Array) else None
 
 
 class Segment:
@@ -73,17 +66,18 @@ class Segment:
         self.used = time.monotonic()
 
     def write(self, offset: int, buffer: Any) -> None:
-        """Copies a ctypes array to an offset; other threads can run meanwhile.
+        """Copies a contiguous buffer to an offset; other threads can run meanwhile.
 
         Raises:
             OSError: there is no memory left.
         """
+        rest = memoryview(buffer).cast("B")
         if not self.fresh and self._memory is None:
             self._map()
-        if self._memory is not None:
-            ctypes.memmove(self._address + offset, buffer, ctypes.sizeof(buffer))
+        if self._memory is not None and not rest.readonly:
+            source = (ctypes.c_char * rest.nbytes).from_buffer(rest)
+            ctypes.memmove(self._address + offset, source, rest.nbytes)
             return
-        rest = memoryview(buffer).cast("B")
         while rest:  # the system writes 2 GiB at a time at most
             count = os.pwrite(self.fd, rest, offset)
             rest, offset = rest[count:], offset + count

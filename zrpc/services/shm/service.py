@@ -12,14 +12,13 @@ it. If the peer has no room for it, and if the pool is full, frames are used.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from enum import IntEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from typing_extensions import override
 
@@ -29,7 +28,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.shm.borrowed import Loan, Loans
-from zrpc.services.shm.segments import Segment, SegmentPool, array_of
+from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -41,7 +40,7 @@ __all__ = ["SharedMemoryService"]
 # 150 us by a segment and 120 us by a direct connection, 250 KiB the same by both.
 LEAST_BYTES = 1 << 18
 
-_PLACE = struct.Struct("<IQQ")  # index of the buffer, offset, size
+_PLACE = struct.Struct("<QQ")  # offset and size of a buffer
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
 _NUMBER = struct.Struct("<Q")  # number of a segment
 
@@ -147,21 +146,19 @@ class SharedMemoryService(Service, MessageHooks):
             self._note(loan.owner, _Verb.KEEP if loan.keep else _Verb.RETURN, loan.number)
 
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
-        arrays = [(i, a) for i, b in enumerate(message.buffers) if (a := array_of(b)) is not None]
-        sizes = [ctypes.sizeof(array) for _, array in arrays]
+        sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         membership = self.agent.membership
-        near = member != membership.own_id and membership.reaches_by_ipc(member)
-        if sum(sizes) < LEAST_BYTES or not near:
+        if sum(sizes) < LEAST_BYTES or member == membership.own_id:
+            return
+        if not membership.reaches_by_ipc(member):
             return
         lent = self._lend(sizes, member)
         if lent is None:
             return
         segment, offsets = lent
-        places = []
         try:
-            for (index, array), offset, size in zip(arrays, offsets, sizes, strict=True):
-                segment.write(offset, array)
-                places.append(_PLACE.pack(index, offset, size))
+            for buffer, offset in zip(message.buffers, offsets, strict=True):
+                segment.write(offset, buffer)
         except BaseException as error:
             with self._lock:
                 self.pool.retire(segment.number, member)
@@ -173,9 +170,9 @@ class SharedMemoryService(Service, MessageHooks):
                 self.sent_bytes += sum(sizes) if there else 0
         if not there:
             return  # there was no memory, the peer was lost, or this service is closed
-        moved = {index for index, _ in arrays}
-        message.buffers = [b for i, b in enumerate(message.buffers) if i not in moved]
-        data = _NUMBER.pack(segment.number) + b"".join(places)
+        message.buffers = ()
+        places = b"".join(map(_PLACE.pack, offsets, sizes))
+        data = _NUMBER.pack(segment.number) + places
         message.extensions = [*message.extensions, (Tag.SHARED, data)]
 
     def _lend(self, sizes: list[int], member: MemberId) -> tuple[Segment, list[int]] | None:
@@ -184,17 +181,17 @@ class SharedMemoryService(Service, MessageHooks):
         Returns None if the peer is lost, since it would keep the segment, or has no room for the
         descriptor.
         """
+        network, membership = self.agent.network, self.agent.membership
         with self._lock:
             # Under the lock: a peer is marked as lost before `on_member_lost` takes back
             # what it was lent.
-            if member in self.agent.membership.lost:
+            if member in membership.lost:
                 return None
             lent = self.pool.lend(sizes, member)
             if lent is not None and member not in lent[0].known_to:
                 segment = lent[0]
                 try:
-                    network, own_id = self.agent.network, self.agent.membership.own_id
-                    place = network.endpoint(member)
+                    own_id, place = membership.own_id, network.endpoint(member)
                     network.descriptors.send(own_id, place, segment.number, segment.fd)
                 except OSError:
                     self.pool.unused(segment)
@@ -207,12 +204,9 @@ class SharedMemoryService(Service, MessageHooks):
     def _borrow(self, message: Message, data: bytes) -> Loan:
         """Puts the buffers that came by shared memory into their message."""
         (number,) = _NUMBER.unpack_from(data)
-        rows = list(_PLACE.iter_unpack(data[_NUMBER.size :]))
-        count = len(message.buffers) + len(rows)
-        indices = {index for index, _, _ in rows if index < count}
-        if len(indices) != len(rows) or not rows:
-            raise ProtocolError(f"expected places of {count} buffers, found {rows}")
-        places = [(offset, size) for _, offset, size in rows]
+        places = list(_PLACE.iter_unpack(data[_NUMBER.size :]))
+        if not places:
+            raise ProtocolError("expected the places of buffers in shared memory, found none")
         if not self.loans.knows(message.sender, number):
             self._receive_descriptors()
         try:
@@ -222,10 +216,7 @@ class SharedMemoryService(Service, MessageHooks):
             with self._lock:
                 self._note(message.sender, _Verb.KEEP, number)
             raise
-        views, loan.views = loan.views, None
-        by_index: dict[int, Any] = dict(zip((i for i, _, _ in rows), views or (), strict=True))
-        others = iter(message.buffers)
-        message.buffers = [by_index[i] if i in by_index else next(others) for i in range(count)]
+        message.buffers, loan.views = loan.views, ()
         self.received_bytes += sum(size for _, size in places)
         return loan
 
