@@ -17,7 +17,7 @@ import torch
 from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
 from zrpc.errors import ProtocolError
 from zrpc.services.shm import borrowed as loans_module
-from zrpc.services.shm.borrowed import Loan, Loans
+from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.testing.procfs import descriptors
 
@@ -47,7 +47,7 @@ def lent(pool: SegmentPool, *contents: bytes) -> tuple[Segment, list[tuple[int, 
     return segment, [(o, len(c)) for o, c in zip(offsets, contents, strict=True)]
 
 
-def loan_of(loans: Loans, segment: Segment, places: Any, owner: int = OWNER) -> Loan:
+def views_of(loans: Loans, segment: Segment, places: Any, owner: int = OWNER) -> list:
     if not loans.knows(owner, segment.number):
         loans.add(owner, segment.number, os.dup(segment.fd))
     return loans.borrow(owner, segment.number, places)
@@ -56,9 +56,7 @@ def loan_of(loans: Loans, segment: Segment, places: Any, owner: int = OWNER) -> 
 def borrow(loans: Loans, pool: SegmentPool, *contents: bytes) -> tuple[Segment, list]:
     """The views that a message gets, and nothing else that refers to them."""
     segment, places = lent(pool, *contents)
-    loan = loan_of(loans, segment, places)
-    views, loan.views = loan.views, None
-    return segment, views
+    return segment, views_of(loans, segment, places)
 
 
 def returned(loans: Loans) -> list[tuple[int, int]]:
@@ -129,16 +127,13 @@ def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
     for owner, pool in enumerate(pools):
         segment, places = lent(pool, bytes([owner]) * 64)
         assert segment.number == 0
-        loan = loan_of(loans, segment, places, owner)
-        views.append(loan.views[0])
-        loan.views = ()
+        views += views_of(loans, segment, places, owner)
     assert [bytes(view) for view in views] == [bytes([owner]) * 64 for owner in range(2)]
     loans.forget(0)
     for pool in pools:
         pool.close()
     assert len(segments_mapped()) == 2  # one is in use, the other not forgotten
     views.clear()
-    del loan
     assert [loan.owner for loan in loans.returned()] in ([0, 1], [1, 0])
     assert len(segments_mapped()) == 1
 
@@ -202,12 +197,8 @@ def test_before_a_fork_all_is_kept_even_if_one_can_not_be_made_private(
 
 
 def test_a_loan_that_has_ended_does_not_live_on(loans: Any, pool: Any) -> None:
-    segment, places = lent(pool, b"a" * 64)
-    loan = loan_of(loans, segment, places)
-    loan.views = ()
-    ended = weakref.ref(loan)
-    assert loans.returned() == [loan]
-    del loan
+    borrow(loans, pool, b"a" * 64)
+    (ended,) = map(weakref.ref, loans.returned())
     gc.collect()
     assert ended() is None
 

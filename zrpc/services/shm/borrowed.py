@@ -10,7 +10,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from zrpc.errors import ProtocolError
@@ -30,40 +30,25 @@ class SegmentMap(mmap.mmap):
             os.close(self.fd)
 
 
+@dataclass(eq=False)
 class Loan:
     """A segment that is lent to this worker for one message.
 
     Attributes:
         owner: the worker that owns the segment.
         number: the number of the segment among the owner's.
-        views: one for each buffer of the message. The message's tensors refer to them, and
-            when the last is freed the loan can be returned.
-        left: how many of them are not freed; counted in the I/O thread.
-        memory: a weak reference to the mapping.
+        memory: the mapping. Weak: the views keep it, and a loan of a closed agent should not.
+        views: weak references to the views of it that are the buffers of the message.
+        left: how many views are not freed; counted in the I/O thread.
         keep: whether the segment must not be used again, since a fork of this process may read it.
     """
 
-    def __init__(
-        self,
-        owner: MemberId,
-        number: int,
-        memory: SegmentMap,
-        places: list[tuple[int, int]],
-        ended: deque[weakref.ref[Any]],
-    ) -> None:
-        self.owner = owner
-        self.number = number
-        self.left = len(places)
-        self.keep = False
-        # Weak: the views keep the mapping, and a loan of a closed agent should not.
-        self.memory = weakref.ref(memory)
-        # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
-        # the array; made from a memoryview, it may refer to the object below.
-        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
-        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
-        # which no signal handler interrupts (what that raised would be lost).
-        self.watched = [weakref.ref(view, ended.append) for view in views]
-        self.views: Sequence[ctypes.Array[ctypes.c_char]] = views
+    owner: MemberId
+    number: int
+    memory: weakref.ref[SegmentMap]
+    views: list[weakref.ref[Any]]
+    left: int
+    keep: bool = False
 
 
 class Loans:
@@ -96,8 +81,17 @@ class Loans:
         """Returns whether the descriptor of a segment has come."""
         return (owner, number) in self._mapped or (owner, number) in self._unopened
 
-    def borrow(self, owner: MemberId, number: int, places: list[tuple[int, int]]) -> Loan:
-        """Maps a segment that a message came in; the places are offset and size of each buffer.
+    def borrow(self, owner: MemberId, number: int, places: list[tuple[int, int]]) -> list[Any]:
+        """Maps a segment that a message came in.
+
+        Args:
+            owner: the sender.
+            number: the number of the segment among the owner's.
+            places: offset and size of each buffer of the message.
+
+        Returns:
+            A view for each buffer. The message's tensors refer to them; when the last is freed the
+            loan has ended.
 
         Raises:
             OSError: it can't be mapped.
@@ -111,9 +105,15 @@ class Loans:
             memory = self._mapped[key] = _map(self._unopened.pop(key))
         if any(offset + size > len(memory) for offset, size in places):
             raise ProtocolError(f"expected places within {len(memory)} bytes, found {places}")
-        loan = Loan(owner, number, memory, places, self.ended)
-        self._open.update((id(watched), loan) for watched in loan.watched)
-        return loan
+        # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
+        # the array; made from a memoryview, it may refer to the object below.
+        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
+        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
+        # which no signal handler interrupts (what that raised would be lost).
+        watched = [weakref.ref(view, self.ended.append) for view in views]
+        loan = Loan(owner, number, weakref.ref(memory), watched, len(views))
+        self._open.update((id(each), loan) for each in watched)
+        return views
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""

@@ -27,7 +27,7 @@ from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.shm.borrowed import Loan, Loans
+from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -201,7 +201,7 @@ class SharedMemoryService(Service, MessageHooks):
 
     # -- in the I/O thread ---------------------------------------------------------------
 
-    def _borrow(self, message: Message, data: bytes) -> Loan:
+    def _borrow(self, message: Message, data: bytes) -> None:
         """Puts the buffers that came by shared memory into their message."""
         (number,) = _NUMBER.unpack_from(data)
         places = list(_PLACE.iter_unpack(data[_NUMBER.size :]))
@@ -210,15 +210,13 @@ class SharedMemoryService(Service, MessageHooks):
         if not self.loans.knows(message.sender, number):
             self._receive_descriptors()
         try:
-            loan = self.loans.borrow(message.sender, number, places)
+            message.buffers = self.loans.borrow(message.sender, number, places)
         except (OSError, ValueError, ProtocolError):
             # Out of descriptors, for example. The sender must send the descriptor again.
             with self._lock:
                 self._note(message.sender, _Verb.KEEP, number)
             raise
-        message.buffers, loan.views = loan.views, ()
         self.received_bytes += sum(size for _, size in places)
-        return loan
 
     def _receive_descriptors(self) -> None:
         """Keeps the descriptors that have come until messages name them."""
