@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from typing import Any
@@ -22,10 +21,8 @@ from tests.services.shm.sharing import (
     send_on,
     sends_by_segments,
 )
-from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.services.shm import borrowed
-from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
 
 pytestmark = sends_by_segments
@@ -83,44 +80,6 @@ def test_the_sender_is_killed_while_receivers_hold_tensors(mesh: Mesh) -> None:
         assert mesh.run(rank, kept_are_equal, 4)
         assert its & set(mesh.run(rank, segments_mapped))
         assert not its & set(mesh.run(rank, drop_all))
-
-
-def write_while_it_dies(rank: Any, pid: Any) -> Any:
-    """Has the borrower killed, and its loss noticed, in the middle of a write to a segment."""
-    layer = own_layer()
-    write = Segment.write
-    noticed = []
-
-    def slow(self, offset: Any, buffer: Any) -> None:
-        if not noticed:
-            os.kill(pid, signal.SIGKILL)
-            until(lambda: rank in layer.agent.membership.lost, collect=True)
-            # Whether the loss is dealt with now or waits for the end of the write is open.
-            with contextlib.suppress(AssertionError):
-                until(lambda: layer.pool.lent == 0, within=1, collect=True)
-            noticed.append(True)
-        write(self, offset, buffer)
-
-    Segment.write = slow  # type: ignore[method-assign]
-    try:
-        zrpc.rpc_sync(rank, echo, (large(1, 1 << 22),))
-    except zrpc.WorkerDied:
-        until(lambda: layer.pool.lent == 0, collect=True)
-        return bool(noticed)
-    finally:
-        Segment.write = write  # type: ignore[method-assign]
-    return False
-
-
-@processes
-@pytest.mark.zrpc(workers=3)
-def test_the_receiver_is_killed_while_the_sender_writes(mesh: Mesh) -> None:
-    pid = mesh.pid(1)
-    # The mesh knows of it as soon as it is dead: it does not count as an accident.
-    waiting = mesh.submit(0, write_while_it_dies, 1, pid)
-    assert waiting.result()
-    assert mesh.run(0, send_on, 2, 2)
-    mesh.kill(1)
 
 
 def ask_one_that_dies_before_its_answer_is_read(rank: Any, pid: Any) -> Any:

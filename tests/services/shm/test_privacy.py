@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -23,28 +21,6 @@ from tests.services.shm.sharing import (
 from zrpc.testing import Mesh
 
 pytestmark = sends_by_segments
-
-
-def add_in_place(tensor: Any, number: Any) -> Any:
-    tensor += number
-    return tensor.sum().item()
-
-
-def test_what_the_callee_writes_the_caller_does_not_see(joined: Mesh, lends: list[Lend]) -> None:
-    sent = large(1, 1 << 17)
-    for _ in range(3):
-        total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
-        assert total == (large(1, 1 << 17) + 5).sum().item()
-        assert torch.equal(sent, large(1, 1 << 17))
-    assert len(lends) == 3
-
-
-def test_what_the_sender_writes_later_the_receiver_does_not_see(joined: Mesh) -> None:
-    sent = large(1)
-    zrpc.rpc_sync(1, keep, ("held", sent))
-    sent.zero_()
-    assert torch.equal(kept()["held"], large(1))
-    drop("held")
 
 
 @pytest.mark.zrpc(workers=4)
