@@ -83,7 +83,7 @@ class Tag(IntEnum):
     SUBJECT = 2  # the RRefs that a message is about
     GRAPH = 3  # the autograd context of a message, and which of its tensors are in the graph
     PASS = 4  # the backward pass that a message is about
-    SHARED = 5  # which buffers of a message are in shared memory, and where
+    SHARED = 5  # the segment of shared memory that has a message's buffers, and where
     SEGMENTS = 6  # notes about segments of shared memory: returned, closed
     UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry

@@ -121,9 +121,9 @@ class SharedMemoryService(Service, MessageHooks):
         """Retires the segments that a message carries or returns, since it can't be sent.
 
         A part of it may have been sent. Then the peer uses the segment until it finds the message
-        incomplete: so that segment is not used again. That part may also have
-        returned segments, and the peer may have lent them to us again: if they were returned once
-        more, it would use them while we read. So it is told not to use them again.
+        incomplete: so that segment is not used again. That part may also have returned segments,
+        and the peer may have lent them to us again: if they were returned once more, it would use
+        them while we read. So it is told not to use them again.
         """
         if self._closed:
             return
