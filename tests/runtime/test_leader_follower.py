@@ -27,14 +27,12 @@ class Desk:
     def __init__(self) -> None:
         self.jobs = deque()
         self.arrived = threading.Semaphore(0)
-        self.seen = []  # whether a thread is seated in its turn
         self.pool = HandlerPool(1, "test-worker")
         context = contextvars.copy_context()
         self.io = LeaderFollower(context, "test-io", self.turn, self.arrived.release)
         self.io.start()
 
     def turn(self) -> None:
-        self.seen.append(self.io.seated())
         self.arrived.acquire()
         if self.jobs:
             job = self.jobs.popleft()
@@ -73,25 +71,17 @@ def desk() -> Iterator[Desk]:
     assert desk.pool.close(SOON)
 
 
-def test_a_thread_is_seated_while_it_receives_and_not_while_it_runs_a_job(desk: Desk) -> None:
-    in_job = []
-    desk.do(lambda: in_job.append(desk.io.seated()))
-    assert all(desk.seen)
-    assert in_job == [False]
-    assert not desk.io.seated()
-
-
-def test_a_caller_is_seated_while_it_sits() -> None:
+def test_one_caller_sits_at_a_time() -> None:
     io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, lambda: None)
     assert io.sit()  # no leader has started that would hold the seat
-    assert io.seated()
     others = []
-    thread = threading.Thread(target=lambda: others.append((io.seated(), io.sit())))
+    thread = threading.Thread(target=lambda: others.append(io.sit()))
     thread.start()
     thread.join()
-    assert others == [(False, False)]
+    assert others == [False]
     io.leave()
-    assert not io.seated()
+    assert io.sit()
+    io.leave()
 
 
 def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:

@@ -27,12 +27,8 @@ logger = logging.getLogger(__name__)
 class Undelivered(Protocol):
     """Told of messages that have come, and that no handler can take."""
 
-    def on_unreadable(self, message: Message, error: Exception) -> bool:
-        """The handler of a message, or a reader of its extensions, has raised an error.
-
-        Returns:
-            Whether the error needs no report.
-        """
+    def on_unreadable(self, message: Message, error: Exception) -> None:
+        """The handler of a message, or a reader of its extensions, has raised an error."""
 
     def on_lost(self, message: Message, error: Exception) -> None:
         """Only the header of a message has come."""
@@ -133,20 +129,18 @@ class Dispatcher:
                 self.recorder.on_message(message, sender, out=False)
             handler(message)
         except Exception as error:
-            if not self._on_unreadable(message, error):
-                raise
+            self._on_unreadable(message, error)
+            raise
 
-    def _on_unreadable(self, message: Message, error: Exception) -> bool:
+    def _on_unreadable(self, message: Message, error: Exception) -> None:
         """Tells what waits for a message that its handler has failed: not only its deadline."""
         if message.kind in REQUESTS:
-            return self._requests.on_unreadable(message, error)
-        if message.kind in ANSWERS:
-            return self._answers.on_unreadable(message, error)
-        # A segment of shared memory that no longer exists has gone with its owner.
-        if message.kind not in UNCOUNTED and not isinstance(error, FileNotFoundError):
+            self._requests.on_unreadable(message, error)
+        elif message.kind in ANSWERS:
+            self._answers.on_unreadable(message, error)
+        elif message.kind not in UNCOUNTED:
             # Gradients, say: as they count as received, nothing else finds them missing.
             self._on_messages_lost(message.sender)
-        return False
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         readers = self._readers

@@ -137,10 +137,6 @@ class Receiver:
         if others and (own_calls is None or others > own_calls()):
             self._threads.end_rest()
 
-    def receives_now(self) -> bool:
-        """Returns whether the current thread is in a turn, so nothing arrives while it waits."""
-        return self._threads.seated()
-
     def run(self, job: Callable[[], None]) -> None:
         """Runs a handler's job: in the pool, or in the I/O thread after its present turn."""
         if self._threads.take(self._pool, job):

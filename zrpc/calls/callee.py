@@ -178,10 +178,9 @@ class Callee:
             uncalled = request.scope.function is None and was_not_executed(error)
             self.answer_error(request, error, UNCALLED if uncalled else ())
 
-    def on_unreadable(self, request: Message, error: Exception) -> bool:
+    def on_unreadable(self, request: Message, error: Exception) -> None:
         """Answers a request whose handler has failed. In the I/O thread."""
         self.answer_error(request, error)
-        return False
 
     def on_lost(self, request: Message, error: Exception) -> None:
         """Answers a request if only its header arrived. In the I/O thread."""

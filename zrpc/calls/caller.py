@@ -43,7 +43,6 @@ from zrpc.calls.recorder import Recorder
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import (
     ProtocolError,
-    RpcError,
     WorkerDied,
     has_shut_down,
     raised_again,
@@ -128,7 +127,6 @@ class Caller:
         self._receiver = receiver
         self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
         self._submit_job = submit
-        self._died = callees.died
         self.calls = PendingCalls(callees, options.max_bytes_in_flight)
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
@@ -405,23 +403,16 @@ class Caller:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
         self.calls.settle(answer.call_id, answer)
 
-    def on_unreadable(self, answer: Message, error: Exception) -> bool:
-        """Fails the call of an answer that can't be read; True if the error needs no report.
-
-        In the I/O thread.
-        """
+    def on_unreadable(self, answer: Message, error: Exception) -> None:
+        """Fails the call of an answer that can't be read. In the I/O thread."""
         call = self.calls.get(answer.call_id)
         if call is None:
-            return False
-        # A segment of shared memory that no longer exists has gone with its owner.
-        gone = isinstance(error, FileNotFoundError)
+            return
         hint = advice(error)
         why = f"{error}; {hint}" if hint else error
-        unread = ProtocolError(f"the answer can't be read: {why}")
-        outcome: RpcError = self._died(call) if gone else unread
+        outcome = ProtocolError(f"the answer can't be read: {why}")
         outcome.executed = True
         call.fail(outcome)
-        return gone
 
     def on_lost(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer if only its header has come. In the I/O thread."""

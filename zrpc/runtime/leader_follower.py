@@ -212,10 +212,6 @@ class LeaderFollower:
         self._sitter_ident = threading.get_ident()
         return True
 
-    def seated(self) -> bool:
-        """Returns whether the current thread holds the seat."""
-        return threading.get_ident() in (self.turn_ident, self._sitter_ident)
-
     def leave(self) -> None:
         """Gives back the seat."""
         self._sitter_ident = 0

@@ -25,6 +25,7 @@ from typing import ClassVar
 from zrpc.errors import AuthenticationError, RpcError
 
 __all__ = [
+    "DESCRIPTORS",
     "DIRECT",
     "PrivateDirectory",
     "check_private",
@@ -36,8 +37,9 @@ __all__ = [
     "private_directories",
 ]
 
-# The socket for direct connections, next to that of the inbox.
+# The sockets for direct connections and for file descriptors, next to that of the inbox.
 DIRECT = "direct"
+DESCRIPTORS = "files"
 
 _PREFIX = "zrpc-inbox-"
 _LOCK = "alive"

@@ -14,6 +14,7 @@ from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import PrivateDirectory
 from zrpc.transport.curve import Curve, PeerKey
+from zrpc.transport.descriptors import DescriptorSocket
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import bulk_identity
@@ -54,6 +55,7 @@ class Network:
     Attributes:
         directory: this worker's private directory.
         tcp_endpoint: where this worker listens on tcp; empty if it does not.
+        descriptors: sends and receives file descriptors on this host.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
@@ -79,6 +81,8 @@ class Network:
         self._curve: Curve | None = None
         with contextlib.ExitStack() as undo:  # if there are no descriptors left, say
             undo.callback(self.directory.remove)
+            self.descriptors = DescriptorSocket(self.directory.path)
+            undo.callback(self.descriptors.close)
             self._context: zmq.Context[Any] = zmq.Context()
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
@@ -258,6 +262,7 @@ class Network:
         """Sends nothing more: in a forked child, since the sockets are its parent's."""
         self._lock = UninterruptedLock()  # a thread of the parent may have held the other
         self._closed = True
+        self.descriptors.close()
         self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
         self._mailboxes, self._bulk = {}, {}
 
@@ -288,6 +293,7 @@ class Network:
         self.heartbeats.close()
         self._waker.close(0)
         self._inbox.close()
+        self.descriptors.close()
         if self._curve is not None:
             self._curve.close()
         self._context.term()

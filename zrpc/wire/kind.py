@@ -50,7 +50,7 @@ class Kind(IntEnum):
     ERROR = 3, Rules(late=True)  # the answer if the function failed
     CANCEL = 4  # the caller does not wait for the answer to this call id any more
     TERMINATION = 8, Rules(counted=False, late=True)  # part of a graceful shutdown
-    SEGMENT = 9, Rules(counted=False)  # about shared memory
+    SEGMENT = 9, Rules(counted=False)  # brings the extension SEGMENTS
     LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
     ASK = 11, Rules(counted=False)  # what does the receiver do, or where do these calls stand?
     TELL = 12, Rules(counted=False)  # answers ASK, as JSON
@@ -79,8 +79,8 @@ class Tag(IntEnum):
     SUBJECT = 2  # the RRefs that a message is about
     GRAPH = 3  # the autograd context of a message, and which of its tensors are in the graph
     PASS = 4  # the backward pass that a message is about
-    SHARED = 5  # which buffers of a message are in shared memory, and where
-    RETURNED = 6  # the shared-memory segments that are returned with a message
+    SHARED = 5  # the segment of shared memory that has a message's buffers, and where
+    SEGMENTS = 6  # notes about segments of shared memory: returned, closed
     UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`

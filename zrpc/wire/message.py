@@ -103,7 +103,7 @@ class Message:
     def copy_buffers(self) -> None:
         """Copies the buffers, so that later changes of the values do not change the message.
 
-        The copies are writable, as shared memory requires.
+        The copies are writable, since those get into shared memory faster.
         """
         self.buffers = [memoryview(bytearray(memoryview(buffer))) for buffer in self.buffers]
 

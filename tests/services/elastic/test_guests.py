@@ -20,7 +20,7 @@ from zrpc.agent.agent import Agent
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.shm.service import SharedMemoryService, SharedMemoryTiming
+from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing.leaks import Resources
 from zrpc.transport.address import PrivateDirectory, private_directories
 
@@ -33,8 +33,6 @@ pytestmark = pytest.mark.system
 FIRST, GUESTS = 2, 6
 # Of a tensor that is sent by shared memory, or as a large message.
 ELEMENTS = 1 << 17
-# Shared memory is kept for later, and the check that finds it idle is never far away.
-KEPT = SharedMemoryTiming(check_seconds=0.0)
 LATE = 60.0  # for a process on a busy machine
 # In the store: single entries, two snapshots and the events from the last but one on, notes.
 MAX_ENTRIES = 20
@@ -72,15 +70,13 @@ def rest(agents: list[Agent]) -> None:
     for agent in agents:
         until(lambda agent=agent: len(agent.membership.living) == len(agents), within=LATE)
         shared = agent.service(SharedMemoryService)
-        shared.timing = SharedMemoryTiming(idle_seconds=0.0, check_seconds=0.0)
+        kept_seconds, shared.idle_seconds = shared.idle_seconds, 0.0
         until(lambda shared=shared: len(shared.pool) == 0, within=LATE)
-        shared.timing = KEPT
+        shared.idle_seconds = kept_seconds
 
 
 def check(agents: list[Agent], have_guest: Callable[[str], None]) -> None:
     """Invites guests, and checks that nothing of them is left in the workers that stay."""
-    for agent in agents:
-        agent.service(SharedMemoryService).timing = KEPT
     call(agents[0], agents[1].worker_info.name)
     call(agents[1], agents[0].worker_info.name)
     for number in range(FIRST):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.services.shm.sharing import (
-    introduce,
     kept,
     segments_mapped,
     segments_open,
@@ -70,11 +69,8 @@ def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
 
 
 @pytest.fixture
-def introduced(mesh: Mesh) -> Iterator[Mesh]:
-    """A mesh of threads whose workers all send by shared memory; worker0 is the test itself."""
-    everybody = range(len(mesh))
-    for rank in everybody:
-        mesh.run(rank, introduce, *(peer for peer in everybody if peer != rank))
+def joined(mesh: Mesh) -> Iterator[Mesh]:
+    """A mesh of threads; worker0 is the test itself."""
     with mesh.agent(0).as_current():
         yield mesh
     kept().clear()

@@ -12,7 +12,7 @@ import torch
 import zrpc
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
-from zrpc.services.shm.segments import supports_segments
+from zrpc.services.shm.segments import Segment
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 
@@ -22,7 +22,6 @@ MIB = 1 << 20
 
 # The marks of a module whose workers send by shared memory.
 sends_by_segments = [
-    pytest.mark.skipif(not supports_segments(), reason="needs memfds"),
     pytest.mark.zrpc(workers=2, timeout=90, options={"rpc_timeout": 40}),
 ]
 processes = pytest.mark.zrpc(processes=True)
@@ -71,14 +70,8 @@ def until_returned(layer: SharedMemoryService, lent: int = 0) -> None:
     )
 
 
-def introduce(*ranks: int) -> None:
-    """Has this worker send by shared memory to these: they have told that they can."""
-    layer = own_layer()
-    lent = layer.pool.lent
-    for rank in ranks:
-        zrpc.rpc_sync(rank, torch.numel, (large(0),))
-        until(lambda rank=rank: rank in layer._accepted, f"{rank} does not accept", collect=True)  # type: ignore[misc]
-    until_returned(layer, lent)
+def inode_of(segment: Segment) -> int:
+    return os.fstat(segment.fd).st_ino
 
 
 def segments_open() -> list[int]:
@@ -107,7 +100,6 @@ def make(value: Any, count: Any = LARGE) -> Any:
 
 def send_on(rank: Any, count: Any) -> Any:
     """Sends to a worker by shared memory, and looks at each answer; the segments used."""
-    introduce(rank)
     layer = own_layer()
     numbers = set()
     for i in range(count):

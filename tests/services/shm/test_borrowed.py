@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import gc
 import os
 import weakref
@@ -13,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.services.shm.sharing import MIB, segments_mapped, segments_open
+from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
+from zrpc.errors import ProtocolError
 from zrpc.services.shm import borrowed as loans_module
-from zrpc.services.shm.borrowed import Descriptor, Loans
-from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
-
-pytestmark = pytest.mark.skipif(not supports_segments(), reason="needs memfds")
+from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.segments import Segment, SegmentPool
+from zrpc.testing.procfs import descriptors
 
 OWNER = 3
 
@@ -37,10 +38,6 @@ def loans() -> Iterator[Any]:
     loans.close()
 
 
-def descriptor_of(segment: Segment) -> Descriptor:
-    return Descriptor(segment.number, os.getpid(), segment.fd, segment.inode, segment.size)
-
-
 def lent(pool: SegmentPool, *contents: bytes) -> tuple[Segment, list[tuple[int, int]]]:
     """A segment with these contents, and their places."""
     segment, offsets = pool.lend([len(content) for content in contents], 1)
@@ -50,12 +47,16 @@ def lent(pool: SegmentPool, *contents: bytes) -> tuple[Segment, list[tuple[int, 
     return segment, [(o, len(c)) for o, c in zip(offsets, contents, strict=True)]
 
 
+def views_of(loans: Loans, segment: Segment, places: Any, owner: int = OWNER) -> list:
+    if not loans.knows(owner, segment.number):
+        loans.add(owner, segment.number, os.dup(segment.fd))
+    return loans.borrow(owner, segment.number, places)
+
+
 def borrow(loans: Loans, pool: SegmentPool, *contents: bytes) -> tuple[Segment, list]:
     """The views that a message gets, and nothing else that refers to them."""
     segment, places = lent(pool, *contents)
-    loan = loans.borrow(OWNER, descriptor_of(segment), places)
-    views, loan.views = loan.views, None
-    return segment, views
+    return segment, views_of(loans, segment, places)
 
 
 def returned(loans: Loans) -> list[tuple[int, int]]:
@@ -112,9 +113,10 @@ def test_a_segment_is_mapped_once(loans: Any, pool: Any) -> None:
         del views
         assert returned(loans) == [(OWNER, segment.number)]
         pool.give_back(segment.number, 1)
-    assert segments_open() == [segment.inode]
+    inode = inode_of(segment)
+    assert segments_open() == [inode]
     pool.close()
-    assert segments_mapped() == [segment.inode]
+    assert segments_mapped() == [inode]
     loans.close()
     assert segments_mapped() == segments_open() == []
 
@@ -125,16 +127,13 @@ def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
     for owner, pool in enumerate(pools):
         segment, places = lent(pool, bytes([owner]) * 64)
         assert segment.number == 0
-        loan = loans.borrow(owner, descriptor_of(segment), places)
-        views.append(loan.views[0])
-        loan.views = None
+        views += views_of(loans, segment, places, owner)
     assert [bytes(view) for view in views] == [bytes([owner]) * 64 for owner in range(2)]
     loans.forget(0)
     for pool in pools:
         pool.close()
     assert len(segments_mapped()) == 2  # one is in use, the other not forgotten
     views.clear()
-    del loan
     assert [loan.owner for loan in loans.returned()] in ([0, 1], [1, 0])
     assert len(segments_mapped()) == 1
 
@@ -142,9 +141,10 @@ def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
 def test_a_forgotten_segment_stays_readable_as_long_as_it_is_used(loans: Any, pool: Any) -> None:
     segment, views = borrow(loans, pool, b"a" * 64)
     tensor = tensor_of(views.pop())
+    inode = inode_of(segment)
     pool.close()
     loans.forget(OWNER, segment.number)
-    assert segments_mapped() == [segment.inode]
+    assert segments_mapped() == [inode]
     assert bytes(tensor.tolist()) == b"a" * 64
     del tensor
     assert returned(loans) == [(OWNER, segment.number)]
@@ -157,8 +157,9 @@ def test_forgetting_one_segment_leaves_the_others(loans: Any, pool: Any) -> None
     del views, others
     assert len(returned(loans)) == 2
     loans.forget(OWNER, first.number)
+    inode = inode_of(second)
     pool.close()
-    assert segments_mapped() == [second.inode]
+    assert segments_mapped() == [inode]
     loans.forget(OWNER)
     assert segments_mapped() == []
 
@@ -196,38 +197,52 @@ def test_before_a_fork_all_is_kept_even_if_one_can_not_be_made_private(
 
 
 def test_a_loan_that_has_ended_does_not_live_on(loans: Any, pool: Any) -> None:
-    segment, places = lent(pool, b"a" * 64)
-    loan = loans.borrow(OWNER, descriptor_of(segment), places)
-    loan.views = None
-    ended = weakref.ref(loan)
-    assert loans.returned() == [loan]
-    del loan
+    borrow(loans, pool, b"a" * 64)
+    (ended,) = map(weakref.ref, loans.returned())
     gc.collect()
     assert ended() is None
 
 
+def memfd(size: int, *seals: int) -> int:
+    fd = os.memfd_create("zrpc-hostile", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    for seal in seals:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seal)
+    return fd
+
+
+def read_only(size: int) -> int:
+    fd = memfd(size, fcntl.F_SEAL_SHRINK)
+    try:
+        return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    finally:
+        os.close(fd)
+
+
 WRONG = {
-    "another inode": lambda right: right._replace(inode=right.inode + 1),
-    "a larger size": lambda right: right._replace(size=right.size + 4096),
-    "a smaller size": lambda right: right._replace(size=right.size - 4096),
-    "an enormous size": lambda right: right._replace(size=2**64 - 1),
-    "no size": lambda right: right._replace(size=0),
-    "a descriptor that isn't open": lambda right: right._replace(fd=2**20),
-    "another process": lambda right: right._replace(pid=os.getppid()),
-    "a process that isn't": lambda right: right._replace(pid=2**32 - 1),
-    "standard input": lambda right: right._replace(fd=0),
+    "nothing": lambda: -1,
+    "memory that may shrink": lambda: memfd(4096),
+    "memory that may not be written": lambda: memfd(4096, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE),
+    "read-only": lambda: read_only(4096),
+    "too small": lambda: memfd(63, fcntl.F_SEAL_SHRINK),
+    "empty": lambda: memfd(0, fcntl.F_SEAL_SHRINK),
+    "enormous": lambda: memfd(2**63 - 1, fcntl.F_SEAL_SHRINK),
+    "not memory": lambda: os.open("/dev/zero", os.O_RDWR),
+    "a file": lambda: os.open(__file__, os.O_RDONLY),
 }
 
 
-def test_a_descriptor_of_something_else_is_refused(loans: Any, pool: Any) -> None:
-    segment, places = lent(pool, b"a" * 64)
-    right = descriptor_of(segment)
-    assert loans.probe(right)
-    for what, wrong in WRONG.items():
-        assert not loans.probe(wrong(right)), what
-        with pytest.raises(OSError, match=r"."):
-            loans.borrow(OWNER, wrong(right), places)
-    assert returned(loans) == []
-    pool.close()
-    assert not loans.probe(right)
-    assert segments_open() == segments_mapped() == []
+def test_a_descriptor_of_something_else_is_refused_and_closed(loans: Any) -> None:
+    before = descriptors()
+    for what, make in WRONG.items():
+        loans.add(OWNER, 0, make())
+        with pytest.raises((OSError, ValueError, ProtocolError), match=r"."):
+            loans.borrow(OWNER, 0, [(0, 64)])
+        loans.forget(OWNER)
+        assert descriptors() == before, what
+        assert segments_mapped() == [], what
+
+
+def test_a_message_that_names_a_segment_that_has_not_come_is_an_error(loans: Any) -> None:
+    with pytest.raises(ProtocolError, match="descriptor of segment 7, found none"):
+        loans.borrow(OWNER, 7, [(0, 64)])

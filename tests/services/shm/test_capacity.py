@@ -14,7 +14,6 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
-    introduce,
     keep,
     kept,
     large,
@@ -26,9 +25,7 @@ from tests.services.shm.sharing import (
     until_returned,
 )
 from tests.support.waiting import until
-from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import Segment
-from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -38,19 +35,19 @@ pytestmark = sends_by_segments
 
 
 @pytest.mark.system
-def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
-    layer = service_of(introduced, 0)
+def test_idle_segments_are_closed_and_forgotten(joined: Mesh) -> None:
+    layer = service_of(joined, 0)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     for i in range(3):
         zrpc.rpc_sync(1, torch.numel, (large(i),))
     until_returned(layer, 1)
-    layers = [service_of(introduced, rank) for rank in range(len(introduced))]
-    for each in layers:  # the others have pools too, from when they were introduced
-        each.timing = SharedMemoryTiming(idle_seconds=-1.0, check_seconds=0.0)
+    layers = [service_of(joined, rank) for rank in range(len(joined))]
+    for each in layers:  # the other has a pool, too
+        each.idle_seconds = -1.0
     until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
     until(lambda: len(segments_open()) == 1, collect=True)
     for each in layers:
-        each.timing = SharedMemoryTiming()
+        each.idle_seconds = 10.0
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(layer)
@@ -60,7 +57,6 @@ def test_idle_segments_are_closed_and_forgotten(introduced: Mesh) -> None:
 
 def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=3, options={"shared_memory": 3 * MIB})
-    mesh.run(0, introduce, 1, 2)
     layer = service_of(mesh, 0)
     with mesh.agent(0).as_current():
         for i in range(12):
@@ -68,10 +64,9 @@ def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeM
                 count = LARGE // 4 + (i * 7 % 12) * LARGE // 12
                 assert zrpc.rpc_sync(rank, torch.numel, (large(i, count),)) == count
             until_returned(layer)
-        pools = [service_of(mesh, rank).pool for rank in range(3)]  # the others' have their offers
         until(
-            lambda: len(set(segments_mapped() + segments_open())) == sum(map(len, pools)),
-            lambda: f"{len(segments_mapped())} are mapped, {list(map(len, pools))} in the pools",
+            lambda: len(set(segments_mapped() + segments_open())) == len(layer.pool),
+            lambda: f"{len(segments_mapped())} are mapped, {len(layer.pool)} in the pool",
             within=5,
             collect=True,
         )
@@ -89,34 +84,27 @@ def test_without_capacity_everything_goes_by_frames(make_mesh: MakeMesh, lends: 
     assert segments_open() == segments_mapped() == []
 
 
-def test_a_peer_that_cant_open_segments_gets_frames(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+def test_if_the_descriptor_of_a_segment_cant_be_sent_the_message_goes_by_frames(
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    probed = []
+    layer, network = service_of(joined, 0), joined.agent(0).network
 
-    def refuse(self, descriptor: Any) -> Any:
-        probed.append(self)
-        return False
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ETOOMANYREFS, "it can't be sent")
 
-    monkeypatch.setattr(Loans, "probe", refuse)
-    with mesh.agent(0).as_current():
-        for i in range(6):
-            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
-        until(lambda: len(probed) == 2, collect=True)
-        for rank in range(2):
-            until_returned(service_of(mesh, rank))
-            assert not service_of(mesh, rank)._accepted
-        assert torch.equal(zrpc.rpc_sync(1, negated, (large(7),)), -large(7))
-    assert {id(loans) for loans in probed} == {id(service_of(mesh, r).loans) for r in range(2)}
-    assert len(probed) == 2  # asked once
-    assert segments_mapped() == []
-    assert len(segments_open()) == 2  # of the offers
+    with monkeypatch.context() as patched:
+        patched.setattr(network.descriptors, "send", refuse)
+        for i in range(3):
+            assert zrpc.rpc_sync(1, torch.numel, (large(i),)) == LARGE
+        assert (layer.sent_bytes, layer.pool.lent, len(layer.pool)) == (0, 0, 1)
+    assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))
+    assert layer.sent_bytes == 4 * LARGE
 
 
 def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layer = service_of(introduced, 0)
+    layer = service_of(joined, 0)
     refused = []
 
     def refuse(self: Segment, offset: int, buffer: Any) -> None:

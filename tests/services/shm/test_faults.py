@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
+import os
 import struct
 import threading
 from typing import Any
@@ -27,7 +27,7 @@ from tests.services.shm.sharing import (
     until_returned,
 )
 from tests.support.waiting import until
-from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm import borrowed
 from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
@@ -43,36 +43,38 @@ def no_mappings(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Receivers can't map segments that they don't know yet, as without free descriptors."""
     tried = threading.Event()
 
-    def refuse(descriptor: Any) -> None:
+    def refuse(fd: int) -> None:
+        os.close(fd)
         tried.set()
         raise OSError(24, "Too many open files")
 
-    def forget(*layers: Any) -> None:
-        for layer in layers:
-            layer.loans.close()  # forgets what is mapped
-        monkeypatch.setattr(Loans, "_map", staticmethod(refuse))
+    def begin() -> None:
+        monkeypatch.setattr(borrowed, "_map", refuse)
 
-    forget.tried = tried  # type: ignore[attr-defined]
-    forget.undo = monkeypatch.undo  # type: ignore[attr-defined]
-    return forget
+    begin.tried = tried  # type: ignore[attr-defined]
+    begin.undo = monkeypatch.undo  # type: ignore[attr-defined]
+    return begin
 
 
 def test_a_request_that_cant_be_mapped_fails_and_is_returned(
-    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    no_mappings(service_of(introduced, 1))
-    with caplog.at_level(logging.CRITICAL, logger="zrpc"), contextlib.suppress(OSError):
-        assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
+    no_mappings()
+    with (
+        caplog.at_level(logging.CRITICAL, logger="zrpc"),
+        pytest.raises(OSError, match="Too many open files"),
+    ):
+        zrpc.rpc_sync(1, torch.numel, (large(1),))
     assert no_mappings.tried.is_set()
-    until(lambda: service_of(introduced, 0).pool.lent == 0, "not returned", within=3, collect=True)
+    until(lambda: service_of(joined, 0).pool.lent == 0, "not returned", within=3, collect=True)
     no_mappings.undo()
     assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
 
 
 def test_an_answer_that_cant_be_mapped_fails_at_once(
-    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    no_mappings(service_of(introduced, 0))
+    no_mappings()
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
         try:
             assert torch.equal(zrpc.rpc_sync(1, large, (1,), timeout=3), large(1))
@@ -81,19 +83,22 @@ def test_an_answer_that_cant_be_mapped_fails_at_once(
         except (OSError, zrpc.ProtocolError):
             pass
     assert no_mappings.tried.is_set()
-    until(lambda: service_of(introduced, 1).pool.lent == 0, "not returned", within=3, collect=True)
+    until(lambda: service_of(joined, 1).pool.lent == 0, "not returned", within=3, collect=True)
     no_mappings.undo()
     assert torch.equal(zrpc.rpc_sync(1, large, (2,)), large(2))
 
 
 def test_a_pass_whose_gradients_cant_be_mapped_fails(
-    introduced: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """They would be waited for in vain. They travel with the answer of the part, or alone."""
     with dist_autograd.context() as context_id:
         leaf = large(1).requires_grad_()
         loss = zrpc.rpc_sync(1, torch.mul, (leaf, 2.0)).sum()
-        no_mappings(service_of(introduced, 0), service_of(introduced, 1))
+        for rank in range(2):  # what was mapped is not used again
+            until_returned(service_of(joined, rank))
+            service_of(joined, rank).pool.close_idle(float("inf"))
+        no_mappings()
         with (
             caplog.at_level(logging.CRITICAL, logger="zrpc"),
             pytest.raises(RuntimeError, match=r"answer can't be read|messages from .* were lost"),
@@ -113,7 +118,7 @@ def fail_to_send(monkeypatch: pytest.MonkeyPatch, agent: Any, *errors: Any) -> A
 
     def fail(rank: Any, first: Any, buffers: Any = (), counted: bool = True) -> None:
         extensions = parse(first).extensions
-        if left and any(tag in (Tag.SHARED, Tag.RETURNED) for tag, _ in extensions):
+        if left and any(tag in (Tag.SHARED, Tag.SEGMENTS) for tag, _ in extensions):
             raise left.pop(0)
         send(rank, first, buffers, counted)
 
@@ -128,27 +133,31 @@ no_memory = pytest.mark.parametrize(
 
 @no_memory
 def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
-    introduced: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch, error: Any
+    joined: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     """As memory of this process; the segment is not used again, as a part may have left."""
-    ours = service_of(introduced, 0)
-    left = fail_to_send(monkeypatch, introduced.agent(0), error)
+    ours = service_of(joined, 0)
+    left = fail_to_send(monkeypatch, joined.agent(0), error)
     with pytest.raises(MemoryError, match="can't be sent"):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
     assert ours.pool.lent == 0
     assert [lend.number in ours.pool._segments for lend in lends] == [False]
+    # Nor does the peer keep the descriptor. It learns that before it has looked for descriptors.
+    joined.agent(0).network.wake()
+    until(lambda: not ours.pool.retired)
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
     until_returned(ours)
+    until(lambda: not service_of(joined, 1).loans.knows(0, lends[0].number))
 
 
 @no_memory
 def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch, error: Any
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch, error: Any
 ) -> None:
     """And so is what it should have returned."""
-    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
-    left = fail_to_send(monkeypatch, introduced.agent(1), error)
+    ours, theirs = service_of(joined, 0), service_of(joined, 1)
+    left = fail_to_send(monkeypatch, joined.agent(1), error)
     with pytest.raises(MemoryError):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
@@ -158,14 +167,18 @@ def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
     until_returned(ours)
 
 
-def test_a_segment_that_may_be_lent_again_is_not_returned_twice(introduced: Mesh) -> None:
+def note(verb: int, number: int) -> bytes:
+    return struct.pack("<BQ", verb, number)
+
+
+def test_a_segment_that_may_be_lent_again_is_not_returned_twice(joined: Mesh) -> None:
     """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
-    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
+    ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    part = Message(Kind.RESULT, extensions=[(Tag.RETURNED, struct.pack("<Q", number))])
+    part = Message(Kind.RESULT, extensions=[(Tag.SEGMENTS, note(1, number))])
     theirs.undo_carry(0, part)
-    introduced.agent(1).network.wake()
+    joined.agent(1).network.wake()
     until_returned(ours)
     assert number not in ours.pool._segments
     for i in range(3):
@@ -175,24 +188,15 @@ def test_a_segment_that_may_be_lent_again_is_not_returned_twice(introduced: Mesh
     until_returned(ours)
 
 
-def test_what_a_fork_may_read_is_not_returned_with_a_message(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """But another tensor is, and of the first the owner hears as well, by a message of its own."""
-    ours, theirs = service_of(introduced, 0), service_of(introduced, 1)
+def test_what_a_fork_may_read_is_not_used_again(joined: Mesh) -> None:
+    """But another tensor is. The owner hears of both with the same message."""
+    ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("forked", large(1)))
     (forked,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
     theirs.loans.keep_all()
     zrpc.rpc_sync(1, keep, ("other", large(2)))
     (other,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1 and n != forked)
-    monkeypatch.setattr(theirs, "after_turn", lambda: None)
     drop("forked", "other")
-    until(lambda: len(theirs.loans.ended) == 2, collect=True)
-    message = Message(Kind.CANCEL, 2**60)
-    theirs.carry(0, message)
-    assert message.extensions == [(Tag.RETURNED, struct.pack("<Q", other))]
-    monkeypatch.undo()
-    introduced.agent(1).outbox.post(0, message)
     until_returned(ours)
     assert forked not in ours.pool._segments
     assert other in ours.pool._segments
@@ -200,10 +204,10 @@ def test_what_a_fork_may_read_is_not_returned_with_a_message(
 
 @pytest.mark.system
 def test_an_answer_that_is_sent_later_keeps_its_segment(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = service_of(introduced, 1)
-    left = fail_to_send(monkeypatch, introduced.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
+    theirs = service_of(joined, 1)
+    left = fail_to_send(monkeypatch, joined.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
     value = zrpc.rpc_sync(1, large, (1,))
     assert not left
     assert torch.equal(value, large(1))
@@ -213,9 +217,9 @@ def test_an_answer_that_is_sent_later_keeps_its_segment(
 
 
 def test_a_segment_that_can_not_be_written_is_free_again(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = service_of(introduced, 0)
+    ours = service_of(joined, 0)
 
     def fail(*_: Any) -> None:
         raise MemoryError

@@ -15,7 +15,6 @@ import pytest
 
 import zrpc
 from tests.services.shm.sharing import (
-    introduce,
     large,
     own_layer,
     processes,
@@ -26,6 +25,8 @@ from tests.support.waiting import until
 from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
+from zrpc.testing.procfs import descriptors, socket_names
+from zrpc.transport.address import DESCRIPTORS
 
 pytestmark = sends_by_segments
 
@@ -67,7 +68,6 @@ class Child:
 
 def fork_and_drop(rank: Any) -> Any:
     """The child goes on to read a tensor that this process drops."""
-    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     expected = content(large(7))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     assert content(tensor) == expected
@@ -97,7 +97,6 @@ def test_a_fork_of_the_receiver_goes_on_reading(mesh: Mesh) -> None:
 
 
 def fork_and_write(rank: Any) -> Any:
-    zrpc.rpc_sync(rank, introduce, (own_layer().agent.worker_info.id,))
     tensor = zrpc.rpc_sync(rank, large, (7,))
     before = content(tensor)
 
@@ -121,6 +120,16 @@ def fork_and_write(rank: Any) -> Any:
 @processes
 def test_a_fork_and_its_parent_do_not_see_what_the_other_writes(mesh: Mesh) -> None:
     assert mesh.run(1, fork_and_write, 0) == (b"=", True)
+
+
+@pytest.mark.system
+def test_a_fork_does_not_hold_descriptors_that_wait_for_its_parent(joined: Mesh) -> None:
+    paths = socket_names()
+    ours = {link for link in descriptors().values() if paths.get(link, "").endswith(DESCRIPTORS)}
+    assert len(ours) == len(joined)
+    child = Child(lambda _: b"!" if ours & set(descriptors().values()) else b"=")
+    assert child.ask() == b"="
+    child.end()
 
 
 class Stand:

@@ -22,19 +22,17 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
-from zrpc.transport.identity import BULK_LETTER
-from zrpc.transport.network import BULK_BYTES
 
 pytestmark = sends_by_segments
 
 
 @pytest.mark.zrpc(workers=3)
-def test_a_worker_that_leaves_keeps_its_tensors(introduced: Mesh) -> None:
-    ours = service_of(introduced, 0)
+def test_a_worker_that_leaves_keeps_its_tensors(joined: Mesh) -> None:
+    ours = service_of(joined, 0)
     for i in range(3):
         zrpc.rpc_sync(1, keep, (i, large(i)))
     assert ours.pool.lent == 3
-    introduced.agent(1).shutdown(graceful=False)
+    joined.agent(1).shutdown(graceful=False)
     until(lambda: ours.pool.lent == 0, collect=True)
     for i in range(10, 16):
         assert torch.equal(zrpc.rpc_sync(2, torch.neg, (large(i),)), -large(i))
@@ -47,14 +45,14 @@ def test_a_worker_that_leaves_keeps_its_tensors(introduced: Mesh) -> None:
 
 
 @pytest.mark.zrpc(workers=3)
-def test_tensors_of_a_worker_that_has_left_stay(introduced: Mesh) -> None:
+def test_tensors_of_a_worker_that_has_left_stay(joined: Mesh) -> None:
     zrpc.rpc_sync(1, send_from, (0, 3))
-    introduced.agent(1).shutdown(graceful=False)
-    until(lambda: 1 in introduced.agent(0).membership.lost, collect=True)
-    introduced.run(2, zrpc.rpc_sync, 0, torch.numel, (large(9),))
+    joined.agent(1).shutdown(graceful=False)
+    until(lambda: 1 in joined.agent(0).membership.lost, collect=True)
+    joined.run(2, zrpc.rpc_sync, 0, torch.numel, (large(9),))
     assert kept_are_equal(3)
     drop(*range(3))
-    until(lambda: not service_of(introduced, 0).loans._open, collect=True)
+    until(lambda: not service_of(joined, 0).loans._open, collect=True)
 
 
 def send_from(rank: Any, count: Any) -> None:
@@ -63,15 +61,15 @@ def send_from(rank: Any, count: Any) -> None:
 
 
 def test_nothing_is_queued_for_a_worker_that_left_while_it_was_written(
-    introduced: Mesh, monkeypatch: pytest.MonkeyPatch
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody would ever drop it."""
-    ours, network = service_of(introduced, 0), introduced.agent(0).network
+    ours, network = service_of(joined, 0), joined.agent(0).network
     write = Segment.write
 
     def late(*arguments: Any) -> None:
         if network.knows(1):
-            introduced.agent(1).shutdown(graceful=False)
+            joined.agent(1).shutdown(graceful=False)
             until(lambda: not network.knows(1), collect=True)
         write(*arguments)
 
@@ -80,37 +78,3 @@ def test_nothing_is_queued_for_a_worker_that_left_while_it_was_written(
         zrpc.rpc_sync(1, echo, (large(1),))
     until(lambda: not network.knows(1), within=3, collect=True)
     until(lambda: ours.pool.lent == 0)
-
-
-def text_and_tensor() -> Any:
-    return "x" * BULK_BYTES, large(1)
-
-
-def test_a_worker_stays_until_a_segment_is_open_whose_message_is_slow(introduced: Mesh) -> None:
-    """The rest of the message is large, and so all that says nothing of it overtakes it."""
-    ours, there = service_of(introduced, 1), introduced.agent(0)
-    dispatch, held = there.receiver._dispatch, []
-
-    def hold(identity: Any, *rest: Any) -> None:
-        if identity[0] == BULK_LETTER:
-            held.append((identity, *rest))
-        else:
-            dispatch(identity, *rest)
-
-    def let_in() -> None:
-        there.receiver._dispatch = dispatch
-        for message in held:
-            dispatch(*message)
-
-    there.receiver._dispatch = hold
-    future = zrpc.rpc_async(1, text_and_tensor)
-    until(lambda: held, "the answer is under way")
-    for _ in range(3):
-        assert not ours.idle()
-        for rank in (1, 0):  # what was sent arrives before this, and what was answered
-            introduced.run(rank, zrpc.rpc_sync, 1 - rank, max, (1, 2))
-    there.receiver.in_io_thread(let_in)
-    text, tensor = future.wait()
-    assert len(text) == BULK_BYTES
-    assert torch.equal(tensor, large(1))
-    until(ours.idle)

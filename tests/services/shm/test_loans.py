@@ -13,7 +13,6 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
-    introduce,
     keep,
     kept,
     large,
@@ -34,8 +33,8 @@ pytestmark = sends_by_segments
 FUNCTIONS = [torch.numel, lambda t: t.numel(), torch.neg, lambda t: t.numpy().size]
 
 
-def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends: list[Lend]) -> None:
-    ours = service_of(introduced, 0)
+def test_arguments_are_returned_with_the_answer(joined: Mesh, lends: list[Lend]) -> None:
+    ours = service_of(joined, 0)
     for function in FUNCTIONS:
         for i in range(3):
             zrpc.rpc_sync(1, function, (large(i),))
@@ -45,30 +44,28 @@ def test_arguments_are_returned_with_the_answer(introduced: Mesh, lends: list[Le
     assert len({lend.number for lend in lends if lend.pool is ours.pool}) == 1
 
 
-def test_results_are_returned_with_the_next_call(introduced: Mesh, lends: list[Lend]) -> None:
+def test_results_are_returned_with_the_next_call(joined: Mesh, lends: list[Lend]) -> None:
     for i in range(5):
         received = zrpc.rpc_sync(1, make, (i,))
         del received
     assert len({lend.number for lend in lends}) == 1
 
 
-def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(introduced: Mesh) -> None:
+def test_what_cant_be_returned_with_an_answer_is_returned_by_itself(joined: Mesh) -> None:
     for i in range(3):
         zrpc.rpc_sync(1, keep, (i, large(i)))
     drop(0, 1, 2)
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(joined, 0))
 
 
 @pytest.mark.zrpc(workers=3)
-def test_segments_of_one_worker_are_not_returned_with_messages_to_another(introduced: Mesh) -> None:
-    introduced.run(0, introduce, 2)
-    introduced.run(2, introduce, 1)
+def test_segments_of_one_worker_are_not_returned_with_messages_to_another(joined: Mesh) -> None:
     zrpc.rpc_sync(1, keep, (0, large(0)))
-    introduced.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
+    joined.run(2, zrpc.rpc_sync, 1, keep, (1, large(1)))
     drop(0, 1)
     zrpc.rpc_sync(1, echo, (2,))
-    until_returned(service_of(introduced, 0))
-    until_returned(service_of(introduced, 2))
+    until_returned(service_of(joined, 0))
+    until_returned(service_of(joined, 2))
 
 
 @pytest.mark.system
@@ -76,7 +73,6 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
     make_mesh: MakeMesh, lends: list[Lend]
 ) -> None:
     mesh = make_mesh(options={"shared_memory": 4 * MIB + MIB // 4})
-    mesh.run(0, introduce, 1)
     lends.clear()
     layer = service_of(mesh, 0)
     with mesh.agent(0).as_current():
@@ -102,16 +98,16 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
 
 @pytest.mark.system
 def test_a_late_answer_is_returned(
-    introduced: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
+    joined: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The callee must not find out first that nobody waits any more: it would not answer then.
-    monkeypatch.setattr(introduced.agent(1).callee, "drop_abandoned", lambda: None)
+    monkeypatch.setattr(joined.agent(1).callee, "drop_abandoned", lambda: None)
     with Gate() as gate:
         future = zrpc.rpc_async(1, gate.wait_inside, (large(1),), timeout=0.3)
         gate.await_entry()
         with pytest.raises(zrpc.RpcTimeoutError):
             future.wait()
-    theirs = service_of(introduced, 1)
+    theirs = service_of(joined, 1)
     until(lambda: any(lend.pool is theirs.pool for lend in lends), collect=True)
     until_returned(theirs)
 
@@ -130,21 +126,19 @@ def explode(tensor: Any) -> None:
     raise LookupError("there is no such thing here")
 
 
-def test_a_request_that_cant_be_unpickled_is_returned(introduced: Mesh, lends: list[Lend]) -> None:
+def test_a_request_that_cant_be_unpickled_is_returned(joined: Mesh, lends: list[Lend]) -> None:
     for _ in range(3):
         with pytest.raises(zrpc.SerializationError, match="no such thing"):
             zrpc.rpc_sync(1, echo, (CantBeFound(large(1)),))
     assert len(lends) == 3
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(joined, 0))
 
 
-def test_an_answer_whose_call_failed_before_is_returned(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
+def test_an_answer_whose_call_failed_before_is_returned(joined: Mesh, lends: list[Lend]) -> None:
     with pytest.raises(ZeroDivisionError):
         zrpc.rpc_sync(1, fail_with, (large(1),))
     assert len(lends) == 1
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(joined, 0))
 
 
 def fail_with(tensor: Any) -> None:

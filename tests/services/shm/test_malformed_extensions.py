@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
 import os
+import shutil
 import struct
 from typing import Any
 
@@ -12,10 +15,12 @@ import torch
 
 import zrpc
 from tests.services.shm.sharing import (
+    LARGE,
     drop,
     keep,
     kept,
     large,
+    make,
     sends_by_segments,
     service_of,
     until_returned,
@@ -23,42 +28,39 @@ from tests.services.shm.sharing import (
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
-from zrpc.services.shm.borrowed import Descriptor
+from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.testing import Mesh
+from zrpc.testing.procfs import descriptors
+from zrpc.transport.descriptors import DescriptorSocket
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
 pytestmark = sends_by_segments
 
 
-DESCRIPTOR = struct.Struct("<QIIQQ")
-PLACE = struct.Struct("<IQQ")
+NUMBER = struct.Struct("<Q")
+PLACE = struct.Struct("<QQ")
 NOTE = struct.Struct("<BQ")
 
 
-def extension(segment: Any, *places: Any, **changed: Any) -> Any:
-    right = Descriptor(segment.number, os.getpid(), segment.fd, segment.inode, segment.size)
+def extension(segment: Any, *places: Any, number: Any = None) -> Any:
     rows = [PLACE.pack(*place) for place in places]
-    return DESCRIPTOR.pack(*right._replace(**changed)) + b"".join(rows)
+    return NUMBER.pack(segment.number if number is None else number) + b"".join(rows)
 
 
 TOO_MUCH = 2**64 - 1
 HOSTILE = {
     "empty": lambda s: b"",
-    "truncated descriptor": lambda s: extension(s)[:-1],
+    "truncated number": lambda s: extension(s)[:-1],
     "no places": extension,
-    "half a place": lambda s: extension(s, (0, 0, 64)) + b"x" * 7,
-    "place behind the end": lambda s: extension(s, (0, s.size, 1)),
-    "place over the end": lambda s: extension(s, (0, 0, 64), (1, s.size - 10, 11)),
-    "enormous offset": lambda s: extension(s, (0, TOO_MUCH, 1)),
-    "enormous size": lambda s: extension(s, (0, 1, TOO_MUCH)),
-    "sum that overflows": lambda s: extension(s, (0, 2**63, 2**63)),
-    "larger segment than there is": lambda s: extension(s, (0, s.size, 64), size=2 * s.size),
-    "wrong inode": lambda s: extension(s, (0, 0, 64), inode=s.inode + 1, number=10**6),
-    "wrong descriptor": lambda s: extension(s, (0, 0, 64), fd=0, number=10**6),
-    "no such process": lambda s: extension(s, (0, 0, 64), pid=2**32 - 1, number=10**6),
-    "index that isn't": lambda s: extension(s, (5, 0, 64)),
-    "size 0 of nothing": lambda s: extension(s, (0, 0, 0), size=0, number=10**6),
+    "half a place": lambda s: extension(s, (0, 64)) + b"x" * 7,
+    "place behind the end": lambda s: extension(s, (s.size, 1)),
+    "place over the end": lambda s: extension(s, (0, 64), (s.size - 10, 11)),
+    "enormous offset": lambda s: extension(s, (TOO_MUCH, 1)),
+    "enormous size": lambda s: extension(s, (1, TOO_MUCH)),
+    "sum that overflows": lambda s: extension(s, (2**63, 2**63)),
+    "segment that has not come": lambda s: extension(s, (0, 64), number=10**6),
+    "size 0 of nothing": lambda s: extension(s, (0, 0), number=10**6),
 }
 
 
@@ -69,74 +71,87 @@ def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
 
 
 def test_an_extension_of_nonsense_is_an_error_at_the_caller(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
+    joined: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent, ours = introduced.agent(0), service_of(introduced, 0)
+    agent, ours = joined.agent(0), service_of(joined, 0)
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
     for hostile in HOSTILE.values():
+        assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
         segment = next(iter(ours.pool._segments.values()))
         with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
-        until(lambda: not service_of(introduced, 1).loans._open, collect=True)
+        until(lambda: not service_of(joined, 1).loans._open, collect=True)
 
 
 NOTES = {
-    "empty": b"",
-    "half": b"\x01\x02",
-    "unknown verb": NOTE.pack(99, 0),
-    "offer without a descriptor": NOTE.pack(1, 0),
-    "offer of nothing": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, 1, 1, 1, 1),
-    "offer of size 0": NOTE.pack(1, 0) + DESCRIPTOR.pack(0, os.getpid(), 0, 1, 0),
-    "return of what another has": NOTE.pack(3, 0),
-    "keep of what another has": NOTE.pack(4, 0),
-    "return of what isn't": NOTE.pack(3, TOO_MUCH),
-    "keep of what isn't": NOTE.pack(4, TOO_MUCH),
-    "closed what isn't": NOTE.pack(5, TOO_MUCH),
+    "empty": lambda held: b"",
+    "half": lambda held: b"\x01\x02",
+    "unknown verb": lambda held: NOTE.pack(99, 0),
+    "return of what another has": lambda held: NOTE.pack(1, held),
+    "keep of what another has": lambda held: NOTE.pack(2, held),
+    "return of what isn't": lambda held: NOTE.pack(1, TOO_MUCH),
+    "keep of what isn't": lambda held: NOTE.pack(2, TOO_MUCH),
+    "closed what isn't": lambda held: NOTE.pack(3, TOO_MUCH),
 }
 
 
 @pytest.mark.zrpc(workers=3)
-def test_words_of_nonsense_change_nothing(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours = service_of(introduced, 0)
+def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    ours, stranger = service_of(joined, 0), joined.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    assert ours.pool.lent == 1
-    before = set(ours.pool._segments)
+    (held,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        for note in NOTES.values():
-            head = note[: NOTE.size]
-            if len(head) == NOTE.size and head[0] in (3, 4) and head[1:] == bytes(8):
-                note = NOTE.pack(head[0], number)
-            introduced.agent(2).outbox.post(0, Message(Kind.SEGMENT, body=note))
-            # Behind it in the queue: answered when it has been read.
-            assert introduced.run(2, zrpc.rpc_sync, 0, echo, (3,)) == 3
-            assert ours.pool.lent == 1, note
-    assert before <= set(ours.pool._segments)
-    for i in range(3):
-        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
+        for what, hostile in NOTES.items():
+            data = hostile(held)
+            stranger.outbox.post(0, Message(Kind.SEGMENT, extensions=[(Tag.SEGMENTS, data)]))
+            if what in ("half", "unknown verb"):
+                with pytest.raises(zrpc.ProtocolError, match=r"extension|known verb"):
+                    call_with(stranger, 0, Tag.SEGMENTS, data)
+            else:
+                assert call_with(stranger, 0, Tag.SEGMENTS, data) == 1
+            assert (ours.pool.lent, held in ours.pool._segments) == (1, True), what
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
     assert torch.equal(kept()["held"], large(1))
     drop("held")
     until_returned(ours)
 
 
 @pytest.mark.zrpc(workers=3)
-def test_returns_of_nonsense_change_nothing(
-    introduced: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    ours, stranger = service_of(introduced, 0), introduced.agent(2)
-    zrpc.rpc_sync(1, keep, ("held", large(1)))
-    another_s = next(n for n, s in ours.pool._segments.items() if s.borrower == 1)
-    for data in (b"", struct.pack("<Q", another_s), struct.pack("<Q", TOO_MUCH)):
-        assert call_with(stranger, 0, Tag.RETURNED, data) == 1
-    with (
-        caplog.at_level(logging.CRITICAL, logger="zrpc"),
-        pytest.raises(zrpc.ProtocolError, match="extension"),
-    ):
-        call_with(stranger, 0, Tag.RETURNED, b"half")
-    assert ours.pool.lent == 1
-    drop("held")
-    until_returned(ours)
+def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) -> None:
+    hostile, fd = joined.agent(2), os.memfd_create("hostile", os.MFD_CLOEXEC)
+    place = hostile.network.endpoint(0)
+
+    def kept_open() -> int:
+        return sum("memfd:hostile" in link for link in descriptors().values()) - 1
+
+    numbers = itertools.count()
+
+    def flood() -> int:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                hostile.network.descriptors.send(2, place, next(numbers), fd)
+        return kept_open()
+
+    until(lambda: flood() == MAX_SEGMENTS)
+    other = service_of(joined, 1)
+    for i in range(3):  # while there is no room for descriptors
+        flood()
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
+    until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and other.sent_bytes)
+    assert kept_open() == MAX_SEGMENTS
+    hostile.shutdown(graceful=False)
+    until(lambda: kept_open() == 0)
+    os.close(fd)
+    # One that is lost, and sends more.
+    directory = hostile.network.directory.path
+    directory.mkdir()
+    again = DescriptorSocket(directory)
+    ours, theirs = os.pipe()
+    again.send(2, place, 0, theirs)
+    os.close(theirs)
+    assert os.read(ours, 1) == b""  # nobody has the other end
+    again.close()
+    os.close(ours)
+    shutil.rmtree(directory)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -25,32 +23,8 @@ from zrpc.testing import Mesh
 pytestmark = sends_by_segments
 
 
-def add_in_place(tensor: Any, number: Any) -> Any:
-    tensor += number
-    return tensor.sum().item()
-
-
-def test_what_the_callee_writes_the_caller_does_not_see(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
-    sent = large(1, 1 << 17)
-    for _ in range(3):
-        total = zrpc.rpc_sync(1, add_in_place, (sent, 5))
-        assert total == (large(1, 1 << 17) + 5).sum().item()
-        assert torch.equal(sent, large(1, 1 << 17))
-    assert len(lends) == 3
-
-
-def test_what_the_sender_writes_later_the_receiver_does_not_see(introduced: Mesh) -> None:
-    sent = large(1)
-    zrpc.rpc_sync(1, keep, ("held", sent))
-    sent.zero_()
-    assert torch.equal(kept()["held"], large(1))
-    drop("held")
-
-
 @pytest.mark.zrpc(workers=4)
-def test_receivers_of_one_tensor_do_not_see_each_other(introduced: Mesh, lends: list[Lend]) -> None:
+def test_receivers_of_one_tensor_do_not_see_each_other(joined: Mesh, lends: list[Lend]) -> None:
     sent = large(1)
     for rank in range(1, 4):
         zrpc.rpc_sync(rank, keep, (rank, sent))
@@ -61,17 +35,17 @@ def test_receivers_of_one_tensor_do_not_see_each_other(introduced: Mesh, lends: 
     assert torch.equal(sent, large(1))
     assert kept()[1].sum() == LARGE
     drop(1, 2, 3)
-    until_returned(service_of(introduced, 0))
+    until_returned(service_of(joined, 0))
 
 
 @pytest.mark.system
 def test_what_is_written_to_a_returned_segment_is_not_in_the_next_message(
-    introduced: Mesh, lends: list[Lend]
+    joined: Mesh, lends: list[Lend]
 ) -> None:
     for i in range(6):
         received = zrpc.rpc_sync(1, make, (i, LARGE - i))
         assert torch.equal(received, large(i, LARGE - i))
         received.fill_(float("nan"))
         del received
-        until_returned(service_of(introduced, 1))
+        until_returned(service_of(joined, 1))
     assert len({lend.number for lend in lends}) == 1

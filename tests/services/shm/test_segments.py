@@ -22,11 +22,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.services.shm.sharing import MIB, segments_mapped, segments_open
-from zrpc.services.shm.segments import Segment, SegmentPool, supports_segments
-from zrpc.services.shm.service import SharedMemoryTiming
-
-pytestmark = pytest.mark.skipif(not supports_segments(), reason="needs memfds")
+from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
+from zrpc.services.shm.segments import Segment, SegmentPool
 
 NEVER, ALWAYS = 0.0, float("inf")
 
@@ -48,7 +45,7 @@ def lend(pool: SegmentPool, size: int, borrower: int = 1) -> Segment:
 def shrink(pool: SegmentPool, now: float) -> list[Segment]:
     """Has the pool close what was not used for long; which segments these were."""
     before = list(pool._segments.values())
-    pool.close_idle(now - SharedMemoryTiming().idle_seconds)
+    pool.close_idle(now - 10.0)
     return [segment for segment in before if segment not in pool._segments.values()]
 
 
@@ -84,7 +81,7 @@ def test_a_segment_is_mapped_when_it_is_used_again_and_not_before(pool: Any) -> 
         segment, offsets = pool.lend([MIB, 100], 1)
         fill(segment, offsets[0], bytes([number]) * MIB)
         fill(segment, offsets[1], bytes([10 + number]) * 100)
-        assert segments_mapped() == ([segment.inode] if number else [])
+        assert segments_mapped() == ([inode_of(segment)] if number else [])
         assert pool.written(segment)
         assert content(segment, offsets[0], MIB) == bytes([number]) * MIB
         assert content(segment, offsets[1], 100) == bytes([10 + number]) * 100
@@ -140,6 +137,15 @@ def test_use_counts_from_the_return(pool: Any) -> None:
     assert shrink(pool, time.monotonic()) == []
 
 
+def test_what_is_being_written_can_not_be_returned(pool: Any) -> None:
+    segment, _ = pool.lend([MIB], 1)
+    pool.give_back(segment.number, 1)  # a hostile borrower guesses the number
+    assert pool.lent == 1
+    assert pool.written(segment)
+    pool.give_back(segment.number, 1)
+    assert pool.lent == 0
+
+
 def test_a_closed_pool_has_nothing_and_lends_nothing(pool: Any) -> None:
     for borrower in range(3):
         lend(pool, MIB, borrower)
@@ -159,7 +165,7 @@ def test_a_segment_is_not_closed_while_a_thread_writes_to_it(pool: Any, end: str
     other = lend(pool, MIB)
     pool.retire_lent_to(1) if end == "lose" else pool.close()
     assert (len(pool), pool.size) == (0, 0)
-    assert segments_open() == segments_mapped() == [segment.inode]
+    assert segments_open() == segments_mapped() == [inode_of(segment)]
     fill(segment, 0, b"a" * MIB)
     assert other not in pool._segments.values()
     assert not pool.written(segment)
@@ -295,7 +301,7 @@ class PoolMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         if not hasattr(self, "pool"):
             return
-        sizes = {segment.inode: segment.size for segment in self.pool._segments.values()}
+        sizes = {inode_of(segment): segment.size for segment in self.pool._segments.values()}
         assert self.pool.lent == len(self.lent)
         assert self.lent.keys() <= self.numbers()
         assert self.pool.size == sum(sizes.values()) <= CAPACITY

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import pickle
-import queue
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,7 +19,6 @@ from tests.services.shm.sharing import (
     LARGE,
     MIB,
     drop,
-    introduce,
     keep,
     kept,
     large,
@@ -35,8 +32,6 @@ from tests.services.shm.sharing import (
 )
 from tests.support.targets import echo
 from tests.support.waiting import until
-from zrpc.services.shm.borrowed import Descriptor, Loans
-from zrpc.services.shm.service import SharedMemoryTiming
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -60,142 +55,22 @@ def equal(a: Any, b: Any) -> Any:
 
 
 def test_arguments_and_results_go_by_shared_memory_both_ways(
-    introduced: Mesh, lends: list[Lend]
+    joined: Mesh, lends: list[Lend]
 ) -> None:
     for i in range(5):
         result = zrpc.rpc_sync(1, negated, (large(i),))
         assert torch.equal(result, -large(i))
-    ours, theirs = (service_of(introduced, rank).pool for rank in range(2))
+    ours, theirs = (service_of(joined, rank).pool for rank in range(2))
     assert [lend.pool for lend in lends] == [ours, theirs] * 5
     assert [lend.borrower for lend in lends] == [1, 0] * 5
     assert {tuple(lend.sizes) for lend in lends} == {(4 * LARGE,)}
 
 
-# No message is so urgent that it does not wait for the reply to the offer.
-PATIENT = SharedMemoryTiming(offer_seconds_per_byte=60 / MIB)
-
-
-def test_the_very_first_message_and_its_answer_go_by_shared_memory(
-    mesh: Mesh, lends: list[Lend]
-) -> None:
-    for rank in range(2):
-        service_of(mesh, rank).timing = PATIENT
-    with mesh.agent(0).as_current():
-        assert torch.equal(zrpc.rpc_sync(1, negated, (large(0),)), -large(0))
-    ours, theirs = (service_of(mesh, rank).pool for rank in range(2))
-    assert [lend.pool for lend in lends if lend.sizes == [4 * LARGE]] == [ours, theirs]
-
-
-def test_all_threads_that_send_first_wait_for_the_same_reply(mesh: Mesh, lends: list[Lend]) -> None:
-    service_of(mesh, 0).timing = PATIENT
-
-    def send(value: int) -> None:
-        with mesh.agent(0).as_current():
-            assert zrpc.rpc_sync(1, torch.numel, (large(value),)) == LARGE
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(send, range(4)))
-    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 4
-    assert service_of(mesh, 0)._awaited == {}
-
-
-def test_a_thread_that_sends_while_another_prepares_the_offer_waits_for_its_reply_too(
-    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = service_of(mesh, 0)
-    ours.timing = PATIENT
-    lend, other_waits = ours._lend, threading.Event()
-
-    def send() -> None:
-        with mesh.agent(0).as_current():
-            assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
-
-    def wait(member: int, size: int, deadline: float) -> bool:
-        other_waits.set()
-        return await_reply(member, size, deadline)
-
-    def prepare(sizes: list[int], member: int) -> Any:
-        if other.ident is None:
-            monkeypatch.setattr(ours, "_await_reply", wait)
-            other.start()
-            assert other_waits.wait(60)
-        return lend(sizes, member)
-
-    await_reply, other = ours._await_reply, threading.Thread(target=send)
-    monkeypatch.setattr(ours, "_lend", prepare)
-    send()
-    other.join()
-    assert [lend.sizes for lend in lends].count([4 * LARGE]) == 2
-
-
-def test_a_message_goes_by_frames_if_the_reply_to_the_offer_takes_too_long(
-    mesh: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probing, may_reply = threading.Event(), threading.Event()
-    probe = Loans.probe
-
-    def late(self: Loans, descriptor: Descriptor) -> bool:
-        probing.set()
-        return may_reply.wait(60) and probe(self, descriptor)
-
-    monkeypatch.setattr(Loans, "probe", late)
-    service_of(mesh, 0).timing = SharedMemoryTiming(offer_seconds_per_byte=0.0)
-    with mesh.agent(0).as_current():
-        future = zrpc.rpc_async(1, negated, (large(0),))  # has left, and has not waited
-        assert probing.wait(60)
-        may_reply.set()
-        assert torch.equal(future.wait(), -large(0))
-    ours = service_of(mesh, 0).pool
-    assert all(lend.sizes != [4 * LARGE] for lend in lends if lend.pool is ours)
-
-
-def test_the_loss_of_the_peer_ends_the_wait_for_its_reply(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = PATIENT
-    offered = threading.Event()
-    monkeypatch.setattr(layer, "_post", lambda member, body: offered.set())  # it gets no offer
-    with ThreadPoolExecutor(1) as threads:
-
-        def send() -> float:
-            with mesh.agent(0).as_current():
-                return zrpc.rpc_sync(1, torch.numel, (large(0),), timeout=90)
-
-        sent = threads.submit(send)
-        assert offered.wait(60)
-        until(lambda: layer._awaited.get(1), "the sender does not wait")
-        with layer._lock:
-            assert not sent.done()
-        layer.on_member_lost(1)
-        assert sent.result(60) == LARGE
-
-
-def test_the_thread_that_receives_does_not_wait_for_a_reply(mesh: Mesh) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = PATIENT
-    replies: queue.Queue[bool] = queue.Queue()
-    with layer._lock:
-        layer._awaited[1] = []  # a reply is due, and does not arrive
-    mesh.agent(0).receiver.in_io_thread(
-        lambda: replies.put(layer._await_reply(1, MIB, deadline=0.0))
-    )
-    assert replies.get(timeout=30) is False  # else it takes a minute
-
-
-def test_a_message_waits_for_a_reply_no_longer_than_its_own_deadline(mesh: Mesh) -> None:
-    layer = service_of(mesh, 0)
-    layer.timing = SharedMemoryTiming(offer_seconds_per_byte=3600.0)
-    with layer._lock:
-        layer._awaited[1] = []
-    assert layer._await_reply(1, MIB, deadline=0.05) is False
-
-
-def test_segments_are_used_again(introduced: Mesh, lends: list[Lend]) -> None:
-    pool = service_of(introduced, 0).pool
+def test_segments_are_used_again(joined: Mesh, lends: list[Lend]) -> None:
+    pool = service_of(joined, 0).pool
     for i in range(8):
         assert zrpc.rpc_sync(1, torch.numel, (large(i),)) == LARGE
-        until_returned(service_of(introduced, 0))
+        until_returned(service_of(joined, 0))
     assert len({lend.number for lend in lends}) == 1
     assert pool.size <= 2 * 4 * LARGE + MIB
 
@@ -215,25 +90,23 @@ def test_calls_of_a_coroutine_that_wait_for_room_go_by_shared_memory(
 ) -> None:
     mesh = make_mesh(options={"max_bytes_in_flight": 4 * LARGE})
     with mesh.agent(0).as_current():
-        introduce(1)
-        lends.clear()
         assert mesh.run(0, asyncio.run, means_from_a_coroutine(8)) == list(range(8))
     assert [lend.sizes for lend in lends] == [[4 * LARGE]] * 8
 
 
-def test_small_tensors_go_by_frames(introduced: Mesh, lends: list[Lend]) -> None:
+def test_small_tensors_go_by_frames(joined: Mesh, lends: list[Lend]) -> None:
     assert equal(zrpc.rpc_sync(1, echo, (torch.ones(100),)), torch.ones(100))
     assert equal(zrpc.rpc_sync(1, echo, (torch.ones(8000),)), torch.ones(8000))
     assert lends == []
 
 
-def test_many_tensors_in_one_message_share_a_segment(introduced: Mesh, lends: list[Lend]) -> None:
+def test_many_tensors_in_one_message_share_a_segment(joined: Mesh, lends: list[Lend]) -> None:
     sent = {f"t{i}": large(i, 50_000 + i) for i in range(20)} | {"small": torch.ones(3)}
     received = zrpc.rpc_sync(1, echo, (sent,))
     assert received.keys() == sent.keys()
     assert all(equal(received[name], tensor) for name, tensor in sent.items())
     assert [len(lend.sizes) for lend in lends] == [20, 20]
-    theirs = service_of(introduced, 1)
+    theirs = service_of(joined, 1)
     del received["t3"]
     gc.collect()
     zrpc.rpc_sync(1, max, (1, 2))  # the I/O thread has looked since
@@ -243,7 +116,7 @@ def test_many_tensors_in_one_message_share_a_segment(introduced: Mesh, lends: li
 
 
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_tensors_of_all_kinds_arrive_equal(introduced: Mesh, lends: list[Lend]) -> None:
+def test_tensors_of_all_kinds_arrive_equal(joined: Mesh, lends: list[Lend]) -> None:
     square = large(1).view(512, 512)
     for tensor in (
         *(large(1)[1000:-1000], square[:, 3:500], square.t()),
@@ -263,9 +136,7 @@ def test_tensors_of_all_kinds_arrive_equal(introduced: Mesh, lends: list[Lend]) 
         del received
 
 
-def test_tensors_that_share_storage_share_it_on_arrival(
-    introduced: Mesh, lends: list[Lend]
-) -> None:
+def test_tensors_that_share_storage_share_it_on_arrival(joined: Mesh, lends: list[Lend]) -> None:
     view, base = zrpc.rpc_sync(1, views_of, (LARGE,))
     assert torch.equal(base, large(1))
     assert torch.equal(view, large(1)[: LARGE // 2].view(-1, 8))
@@ -278,14 +149,14 @@ def array(value: Any) -> Any:
     return np.arange(LARGE, dtype=np.float64).reshape(8, -1) * value
 
 
-def test_arrays(introduced: Mesh, lends: list[Lend]) -> None:
+def test_arrays(joined: Mesh, lends: list[Lend]) -> None:
     held = [zrpc.rpc_sync(1, echo, (array(i),)) for i in range(4)]
     for i, received in enumerate(held):
         np.testing.assert_array_equal(received, array(i))
     assert {lend.borrower for lend in lends} == {0, 1}
     held[0][:] = -1
     np.testing.assert_array_equal(held[1], array(1))
-    lent = service_of(introduced, 1)
+    lent = service_of(joined, 1)
     assert lent.pool.lent == 4
     rows = [held.pop()[3] for _ in range(2)]
     del received
@@ -298,7 +169,7 @@ def test_arrays(introduced: Mesh, lends: list[Lend]) -> None:
 
 
 def test_arrays_read_only_arrays_and_tensors_in_one_message(
-    introduced: Mesh, lends: list[Lend]
+    joined: Mesh, lends: list[Lend]
 ) -> None:
     fixed = np.arange(50_000)
     fixed.flags.writeable = False
@@ -312,9 +183,9 @@ def test_arrays_read_only_arrays_and_tensors_in_one_message(
 
 
 def test_a_buffer_is_lent_as_long_as_anything_of_it_is_used(
-    introduced: Mesh, lends: list[Lend]
+    joined: Mesh, lends: list[Lend]
 ) -> None:
-    lent = service_of(introduced, 1)
+    lent = service_of(joined, 1)
     received = zrpc.rpc_sync(1, buffer, (7,))
     assert type(received) is memoryview
     assert lent.pool.lent == 1
@@ -337,7 +208,7 @@ def test_a_buffer_is_lent_as_long_as_anything_of_it_is_used(
     until_returned(lent)
 
 
-def test_gradients(introduced: Mesh, lends: list[Lend]) -> None:
+def test_gradients(joined: Mesh, lends: list[Lend]) -> None:
     leaf = large(1).mul_(1e-3).requires_grad_()
     with dist_autograd.context() as context_id:
         loss = (zrpc.rpc_sync(1, torch.mul, (leaf, leaf)) * 2).sum()
@@ -345,15 +216,15 @@ def test_gradients(introduced: Mesh, lends: list[Lend]) -> None:
         gradient = dist_autograd.get_gradients(context_id)[leaf]
         assert torch.allclose(gradient, 4 * leaf.detach())
     # There: the leaf and the gradient of the product; back: the product and two gradients.
-    ours, theirs = (service_of(introduced, rank).pool for rank in range(2))
+    ours, theirs = (service_of(joined, rank).pool for rank in range(2))
     assert sum(lend.pool is ours for lend in lends) >= 2
     assert sum(lend.pool is theirs for lend in lends) >= 2
     del loss, gradient
     for rank in range(2):
-        until_returned(service_of(introduced, rank))
+        until_returned(service_of(joined, rank))
 
 
-def test_a_call_to_itself(introduced: Mesh) -> None:
+def test_a_call_to_itself(joined: Mesh) -> None:
     sent = large(1)
     received = zrpc.rpc_sync(0, negated, (sent,))
     assert torch.equal(received, -large(1))
@@ -366,8 +237,6 @@ def test_a_call_to_itself(introduced: Mesh) -> None:
 
 def test_tensors_outlive_both_agents(make_mesh: MakeMesh) -> None:
     mesh = make_mesh()
-    mesh.run(0, introduce, 1)
-    mesh.run(1, introduce, 0)
     with mesh.agent(0).as_current():
         zrpc.rpc_sync(1, keep, ("argument", large(1)))
         result = zrpc.rpc_sync(1, make, (2,))
@@ -390,11 +259,11 @@ def test_tensors_outlive_both_agents(make_mesh: MakeMesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3, options={"shared_memory": 12 * MIB})
-def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[Lend]) -> None:
+def test_eight_threads_send_to_two_peers_at_once(joined: Mesh, lends: list[Lend]) -> None:
     def work(seed: int) -> int:
         rank = 1 + seed % 2
         held = []
-        with introduced.agent(0).as_current():
+        with joined.agent(0).as_current():
             for i in range(8):
                 value = seed * 100 + i
                 count = (LARGE >> (seed % 3)) + 13 * i
@@ -412,5 +281,5 @@ def test_eight_threads_send_to_two_peers_at_once(introduced: Mesh, lends: list[L
         assert list(threads.map(work, range(8))) == [6] * 8
     assert len(lends) > 16
     for rank in range(3):
-        until_returned(service_of(introduced, rank))
-        assert service_of(introduced, rank).pool.size <= 12 * MIB
+        until_returned(service_of(joined, rank))
+        assert service_of(joined, rank).pool.size <= 12 * MIB

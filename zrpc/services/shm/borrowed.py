@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import mmap
 import os
 import weakref
 from collections import deque
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
+from zrpc.errors import ProtocolError
+from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Descriptor", "Loan", "Loans"]
-
-
-class Descriptor(NamedTuple):
-    """Where a segment is found, in the owner's process, and how to recognise it."""
-
-    number: int
-    pid: int
-    fd: int
-    inode: int
-    size: int
+__all__ = ["Loan", "Loans"]
 
 
 class SegmentMap(mmap.mmap):
@@ -35,40 +30,25 @@ class SegmentMap(mmap.mmap):
             os.close(self.fd)
 
 
+@dataclass(eq=False)
 class Loan:
     """A segment that is lent to this worker for one message.
 
     Attributes:
         owner: the worker that owns the segment.
         number: the number of the segment among the owner's.
-        views: one for each buffer of the message. The message's tensors refer to them, and
-            when the last is freed the loan can be returned.
-        left: how many of them are not freed; counted in the I/O thread.
-        memory: a weak reference to the mapping.
+        memory: the mapping. Weak: the views keep it, and a loan of a closed agent should not.
+        views: weak references to the views of it that are the buffers of the message.
+        left: how many views are not freed; counted in the I/O thread.
         keep: whether the segment must not be used again, since a fork of this process may read it.
     """
 
-    def __init__(
-        self,
-        owner: MemberId,
-        number: int,
-        memory: SegmentMap,
-        places: list[tuple[int, int]],
-        ended: deque[weakref.ref[Any]],
-    ) -> None:
-        self.owner = owner
-        self.number = number
-        self.left = len(places)
-        self.keep = False
-        # Weak: the views keep the mapping, and a loan of a closed agent should not.
-        self.memory = weakref.ref(memory)
-        # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
-        # the array; made from a memoryview, it may refer to the object below.
-        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
-        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
-        # which no signal handler interrupts (what that raised would be lost).
-        self.watched = [weakref.ref(view, ended.append) for view in views]
-        self.views: list[ctypes.Array[ctypes.c_char]] | None = views
+    owner: MemberId
+    number: int
+    memory: weakref.ref[SegmentMap]
+    views: list[weakref.ref[Any]]
+    left: int
+    keep: bool = False
 
 
 class Loans:
@@ -80,33 +60,60 @@ class Loans:
 
     def __init__(self) -> None:
         self.ended: deque[weakref.ref[Any]] = deque()
-        self._mapped: dict[tuple[int, int], SegmentMap] = {}
+        # The descriptors of segments that no message has named yet, by owner and number.
+        self._unopened: dict[tuple[MemberId, int], int] = {}
+        self._mapped: dict[tuple[MemberId, int], SegmentMap] = {}
         # Loans that have not ended, by the identity of the weak references to their views.
         self._open: dict[int, Loan] = {}
 
-    def probe(self, descriptor: Descriptor) -> bool:
-        """Returns whether this process can open a segment of a peer."""
-        try:
-            self._map(descriptor).close()
-        except OSError:
-            return False
-        return True
+    def add(self, owner: MemberId, number: int, fd: int) -> None:
+        """Keeps the descriptor of a segment, which may be negative, for the message that needs it.
 
-    def borrow(
-        self, owner: MemberId, descriptor: Descriptor, places: list[tuple[int, int]]
-    ) -> Loan:
-        """Maps a segment that a message came in; the places are offset and size of each buffer.
+        Closes it if there are too many: an owner has fewer segments.
+        """
+        unopened = [each for of, each in self._unopened if of == owner]
+        if len(unopened) < MAX_SEGMENTS and number not in unopened:
+            self._unopened[owner, number] = fd
+        else:
+            _close(fd)
+
+    def knows(self, owner: MemberId, number: int) -> bool:
+        """Returns whether the descriptor of a segment has come."""
+        return (owner, number) in self._mapped or (owner, number) in self._unopened
+
+    def borrow(self, owner: MemberId, number: int, places: list[tuple[int, int]]) -> list[Any]:
+        """Maps a segment that a message came in.
+
+        Args:
+            owner: the sender.
+            number: the number of the segment among the owner's.
+            places: offset and size of each buffer of the message.
+
+        Returns:
+            A view for each buffer. The message's tensors refer to them; when the last is freed the
+            loan has ended.
 
         Raises:
-            OSError: it can't be opened.
+            OSError: it can't be mapped.
+            ProtocolError: it is not what a segment must be, or has no such places.
         """
-        key = (owner, descriptor.number)
+        key = (owner, number)
         memory = self._mapped.get(key)
         if memory is None:
-            memory = self._mapped[key] = self._map(descriptor)
-        loan = Loan(owner, descriptor.number, memory, places, self.ended)
-        self._open.update((id(watched), loan) for watched in loan.watched)
-        return loan
+            if key not in self._unopened:
+                raise ProtocolError(f"expected the descriptor of segment {number}, found none")
+            memory = self._mapped[key] = _map(self._unopened.pop(key))
+        if any(offset + size > len(memory) for offset, size in places):
+            raise ProtocolError(f"expected places within {len(memory)} bytes, found {places}")
+        # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
+        # the array; made from a memoryview, it may refer to the object below.
+        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
+        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
+        # which no signal handler interrupts (what that raised would be lost).
+        watched = [weakref.ref(view, self.ended.append) for view in views]
+        loan = Loan(owner, number, weakref.ref(memory), watched, len(views))
+        self._open.update((id(each), loan) for each in watched)
+        return views
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
@@ -120,8 +127,10 @@ class Loans:
 
     def forget(self, owner: MemberId, number: int | None = None) -> None:
         """Forgets a segment of an owner, or all: they will not be lent again."""
-        for key in [k for k in self._mapped if k[0] == owner and number in (None, k[1])]:
-            del self._mapped[key]  # unmapped when the last view of it goes
+        for key in [*self._mapped, *self._unopened]:
+            if key[0] == owner and number in (None, key[1]):
+                self._mapped.pop(key, None)  # unmapped when the last view of it goes
+                _close(self._unopened.pop(key, -1))
 
     def keep_all(self) -> None:
         """Makes what is lent now private, before a fork: the child will see it too.
@@ -143,21 +152,34 @@ class Loans:
 
     def close(self) -> None:
         """Forgets all segments."""
-        self._mapped.clear()
+        for owner in {owner for owner, _ in (*self._mapped, *self._unopened)}:
+            self.forget(owner)
 
-    @staticmethod
-    def _map(descriptor: Descriptor) -> SegmentMap:
-        fd = os.open(f"/proc/{descriptor.pid}/fd/{descriptor.fd}", os.O_RDWR | os.O_CLOEXEC)
-        try:
-            status = os.fstat(fd)
-            if (status.st_ino, status.st_size) != (descriptor.inode, descriptor.size):
-                raise FileNotFoundError(f"expected the segment {descriptor}, found another file")
-            memory = SegmentMap(fd, descriptor.size)
-            memory.fd = fd
-            return memory
-        except BaseException:
-            os.close(fd)
-            raise
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _map(fd: int) -> SegmentMap:
+    """Maps a segment; the mapping owns the descriptor.
+
+    Raises:
+        OSError: it can't be mapped, or there was no descriptor left to receive it.
+        ProtocolError: it is no memory, or its owner could make it smaller. To read what is gone
+            would end this process.
+    """
+    if fd < 0:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    try:
+        if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise ProtocolError("expected a segment that can't shrink")
+        memory = SegmentMap(fd, os.fstat(fd).st_size)
+    except BaseException:
+        os.close(fd)
+        raise
+    memory.fd = fd
+    return memory
 
 
 # Replaces a mapping's memory in place, which Python's mmap can't do.

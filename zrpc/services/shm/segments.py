@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import time
@@ -21,29 +22,17 @@ from typing import Any
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Segment", "SegmentPool", "array_of", "supports_segments"]
+__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool"]
 
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
 _ALIGNMENT_BYTES = 64
-# Each segment is an open descriptor here and a mapping at the peer.
-_MAX_SEGMENTS = 128
+# The maximum of one worker. Each is an open descriptor here and a mapping at the peer.
+MAX_SEGMENTS = 128
 
 # Python's own mmap.madvise would keep the interpreter's lock.
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23
-
-
-def supports_segments() -> bool:
-    """Returns whether this system has memfds that a peer can open."""
-    return hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
-
-
-def array_of(buffer: Any) -> Any:
-    """Returns a buffer as a ctypes array, or None if its address can't be had."""
-    if isinstance(buffer, memoryview) and not buffer.readonly:
-        return (ctypes.c_char * buffer.nbytes).from_buffer(buffer)
-    return buffer if isinstance(buffer, ctypes.Array) else None
 
 
 class Segment:
@@ -52,7 +41,7 @@ class Segment:
     Attributes:
         number: its number among this worker's segments; never reused.
         borrower: the worker that it is lent to; None if it is free.
-        known_to: the workers that may have it mapped.
+        known_to: the workers that have got its descriptor.
         writing: whether a thread is copying into it; then it is not closed.
         fresh: whether no message was written to it yet.
         used: when it was last lent or returned, on the clock of ``time.monotonic``.
@@ -61,13 +50,13 @@ class Segment:
     def __init__(self, number: int, size: int) -> None:
         self.number = number
         self.size = size
-        self.fd = os.memfd_create(f"zrpc-{number}", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"zrpc-{number}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         except BaseException:
             os.close(self.fd)
             raise
-        self.inode = os.fstat(self.fd).st_ino
         self._memory: mmap.mmap | None = None
         self._address = 0
         self.fresh = True
@@ -77,17 +66,18 @@ class Segment:
         self.used = time.monotonic()
 
     def write(self, offset: int, buffer: Any) -> None:
-        """Copies a ctypes array to an offset; other threads can run meanwhile.
+        """Copies a contiguous buffer to an offset; other threads can run meanwhile.
 
         Raises:
             OSError: there is no memory left.
         """
+        rest = memoryview(buffer).cast("B")
         if not self.fresh and self._memory is None:
             self._map()
-        if self._memory is not None:
-            ctypes.memmove(self._address + offset, buffer, ctypes.sizeof(buffer))
+        if self._memory is not None and not rest.readonly:
+            source = (ctypes.c_char * rest.nbytes).from_buffer(rest)
+            ctypes.memmove(self._address + offset, source, rest.nbytes)
             return
-        rest = memoryview(buffer).cast("B")
         while rest:  # the system writes 2 GiB at a time at most
             count = os.pwrite(self.fd, rest, offset)
             rest, offset = rest[count:], offset + count
@@ -125,8 +115,6 @@ class SegmentPool:
         self._segments: dict[int, Segment] = {}
         self.size = 0
         self._next_number = 0
-        # Retired while a thread was writing to them; that thread closes them.
-        self._to_close: set[Segment] = set()
         self.retired: list[Segment] = []
         self._closed = False
 
@@ -138,16 +126,11 @@ class SegmentPool:
         """The number of segments that are lent."""
         return sum(segment.borrower is not None for segment in self._segments.values())
 
-    @property
-    def borrowers(self) -> set[MemberId]:
-        """The workers that segments are lent to."""
-        return {s.borrower for s in self._segments.values() if s.borrower is not None}
-
     def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
         """Lends a segment with room for buffers of these sizes.
 
-        The caller writes to it, and then calls `written`. Returns the segment and the offset of
-        each buffer; None if the pool is full.
+        The caller writes to it, and then calls `written`; or only `unused`. Returns the segment and
+        the offset of each buffer; None if the pool is full.
         """
         offsets, end = [], 0
         for size in sizes:
@@ -160,23 +143,27 @@ class SegmentPool:
             return None
         segment.writing = True
         segment.borrower = borrower
-        segment.known_to.add(borrower)
         segment.used = time.monotonic()
         return segment, offsets
 
     def written(self, segment: Segment) -> bool:
         """Ends the writing to a segment; returns False if it was retired meanwhile."""
         segment.writing = segment.fresh = False
-        if segment in self._to_close:
-            self._to_close.discard(segment)
+        kept = segment.number in self._segments
+        if not kept:
             segment.close()
-            return False
-        return True
+        return kept
+
+    def unused(self, segment: Segment) -> None:
+        """Takes back a segment to which nothing was written after all."""
+        segment.writing = False
+        segment.borrower = None
 
     def give_back(self, number: int, borrower: MemberId) -> None:
         """Takes a segment back from its borrower: it can be used again."""
         segment = self._segments.get(number)
-        if segment is not None and segment.borrower == borrower:
+        # While it is written to, its borrower can't have it yet.
+        if segment is not None and segment.borrower == borrower and not segment.writing:
             segment.borrower = None
             segment.used = time.monotonic()
 
@@ -217,10 +204,10 @@ class SegmentPool:
         if size > self._capacity:
             return None
         for segment in sorted(self._free(), key=lambda segment: segment.used):
-            if self.size + size <= self._capacity and len(self) < _MAX_SEGMENTS:
+            if self.size + size <= self._capacity and len(self) < MAX_SEGMENTS:
                 break
             self._close(segment)
-        if self.size + size > self._capacity or len(self) >= _MAX_SEGMENTS:
+        if self.size + size > self._capacity or len(self) >= MAX_SEGMENTS:
             return None
         try:
             segment = Segment(self._next_number, size)
@@ -235,7 +222,5 @@ class SegmentPool:
         del self._segments[segment.number]
         self.size -= segment.size
         self.retired.append(segment)
-        if segment.writing:
-            self._to_close.add(segment)
-        else:
+        if not segment.writing:  # else the thread that writes closes it
             segment.close()
