@@ -1,8 +1,11 @@
-"""Processes that are started with some of descriptors 0 to 2 closed."""
+"""Processes that are started with some of descriptors 0 to 2 closed, or that have many."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import DRIVER, Write
+from zrpc.launch.descriptors import readable
+from zrpc.runtime.resource_limits import allow_descriptors
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
 # Prints so many lines that a line end would be read as a signal if it could be.
@@ -97,3 +102,16 @@ assert os.read(reading, 9) == b"moved"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_more_descriptors_than_select_takes_can_be_waited_for() -> None:
+    """As a launch of 500 workers has."""
+    assert allow_descriptors(2000) is None
+    with contextlib.ExitStack() as opened:
+        reading, writing = os.pipe()
+        high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1500)
+        for fd in (reading, writing, high):
+            opened.callback(os.close, fd)
+        assert readable(high, timeout=0) == set()
+        os.write(writing, b"x")
+        assert readable(high, reading, timeout=20) == {high, reading}

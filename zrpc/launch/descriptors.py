@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["is_open", "move_descriptors", "open_standard_descriptors", "output_of_child"]
+__all__ = [
+    "is_open",
+    "move_descriptors",
+    "open_standard_descriptors",
+    "output_of_child",
+    "readable",
+]
 
 
 def is_open(fd: int) -> bool:
@@ -57,3 +64,14 @@ def move_descriptors(fds: Sequence[int], targets: Sequence[int]) -> None:
     for fd, target in zip(lifted, targets, strict=True):
         os.dup2(fd, target, inheritable=target < 3)
         os.close(fd)
+
+
+def readable(*fds: int, timeout: float | None = None) -> set[int]:
+    """Waits until one of some descriptors can be read; returns those, none after the timeout.
+
+    A launch of many workers has more descriptors than ``select`` takes.
+    """
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)}

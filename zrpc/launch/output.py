@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import threading
 import time
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zrpc.launch.console import Console
+from zrpc.launch.descriptors import readable
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.line_splitter import LineSplitter
 
@@ -142,14 +142,11 @@ class _Stream:
 
     def _next(self) -> bytes:
         """Waits for output, and shows meanwhile what is due; returns nothing at the end."""
-        poll = select.poll()  # not `select`: a launch of many workers has many descriptors
-        poll.register(self._fd, select.POLLIN)
-        poll.register(self._finished, select.POLLIN)
-        ready: list[int] = []
+        ready: set[int] = set()
         while not ready:
             due = self._splitter.due
             seconds = None if due is None else max(0.0, due - time.monotonic())
-            ready = [fd for fd, _ in poll.poll(None if seconds is None else seconds * 1000)]
+            ready = readable(self._fd, self._finished, timeout=seconds)
             if not ready:
                 self._show(self._splitter.tick(time.monotonic()))
         return os.read(self._fd, 65536) if self._fd in ready else b""

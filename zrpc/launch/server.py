@@ -20,7 +20,6 @@ import gc
 import importlib
 import os
 import pickle
-import select
 import selectors
 import shutil
 import signal
@@ -38,7 +37,7 @@ from typing import Any
 
 from zrpc.launch import child
 from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, Channel
-from zrpc.launch.descriptors import is_open, move_descriptors
+from zrpc.launch.descriptors import is_open, move_descriptors, readable
 from zrpc.launch.interpreter import python_command
 from zrpc.launch.short_directory import short_directory
 from zrpc.launch.signal_state import SignalState, blocked, receive_signals
@@ -308,7 +307,7 @@ class _Server:
 
     def _reap_later(self) -> None:
         """Waits a moment for a signal, and reaps."""
-        select.select([self._inbox], [], [], _POLL_SECONDS)
+        readable(self._inbox.fileno(), timeout=_POLL_SECONDS)
         self._inbox.take()
         _reap()
 

@@ -7,12 +7,11 @@ workers to a running mesh, this process only asks that mesh's store for ranks.
 from __future__ import annotations
 
 import os
-import select
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
+from zrpc.launch.descriptors import readable
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.signals import STOPS, SignalInbox
 from zrpc.launch.starter import Starter
@@ -75,10 +74,7 @@ def reserve_ranks(
             pid = starter.spawn(task.within(env=env), pass_fds=[writing])
         finally:
             os.close(writing)
-        sources: list[Any] = [report, inbox]
-        ready: list[Any] = []
-        while report not in ready:
-            ready, _, _ = select.select(sources, [], [])
+        while report.fileno() not in readable(report.fileno(), inbox.fileno()):
             if inbox.has(STOPS):
                 return None
         data = report.read(_FIRST_RANK.size)

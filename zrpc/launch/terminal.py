@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import termios
 import threading
 from pathlib import Path
+
+from zrpc.launch.descriptors import readable
 
 __all__ = ["Terminal", "is_usable", "relay"]
 
@@ -44,8 +45,7 @@ def relay(connection: socket.socket, wake: int | None = None) -> bool:
     with contextlib.suppress(termios.error):
         termios.tcflush(_STDIN, termios.TCIFLUSH)
     while True:
-        sources = [connection.fileno(), _STDIN, *([] if wake is None else [wake])]
-        ready, _, _ = select.select(sources, [], [])
+        ready = readable(connection.fileno(), _STDIN, *([] if wake is None else [wake]))
         if wake in ready:
             return False
         try:
@@ -93,8 +93,7 @@ class Terminal:
 
     def _serve(self) -> None:
         while True:
-            sources = [self._listener.fileno(), self._reading]
-            if self._reading in select.select(sources, [], [])[0]:
+            if self._reading in readable(self._listener.fileno(), self._reading):
                 return
             connection, _ = self._listener.accept()
             self._busy = True
