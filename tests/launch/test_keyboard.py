@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,6 +152,17 @@ def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
     until(lambda: states() == {"T"}, "the workers are stopped")
     shell.type("stty -tostop; fg\n")
     shell.read_until("[0] writes\r\n")
+    shell.exit()
+
+
+def test_a_late_signal_of_the_background_suspends_no_launch_in_the_foreground(
+    shell: Shell,
+) -> None:
+    """A thread may get it before the launch is continued there."""
+    launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
+    shell.launch(f"os.kill({launcher}, {int(signal.SIGTTOU)}) or input()")
+    shell.read_until("[0] reads True\r\n")
+    shell.answer("for the worker")
     shell.exit()
 
 

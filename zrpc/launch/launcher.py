@@ -27,7 +27,7 @@ from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD, Starter, start_method
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
 from zrpc.launch.task import Task
-from zrpc.launch.terminal import Terminal, is_usable
+from zrpc.launch.terminal import Terminal, is_in_foreground, is_usable
 from zrpc.launch.terminal_input import Keyboard, open_keyboard
 from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
 
@@ -358,6 +358,8 @@ class _Run:
         Ctrl-Z doesn't reach the workers, which have sessions of their own. There SIGTSTP would do
         nothing, as no shell watches them.
         """
+        if number != signal.SIGTSTP and is_in_foreground():
+            return  # a thread has tried the terminal before the launcher was continued there
         before = time.monotonic()
         self._send(signal.SIGSTOP, group=True)
         self._keyboard.pause()

@@ -98,8 +98,12 @@ class SignalInbox:
 
         If that has none, as in a process group that no shell watches, it returns at once.
         """
-        signal.signal(number, signal.SIG_DFL)
+        # Another thread that writes to the terminal may get the signal too, and stop this process
+        # first. When it is continued, the system drops the one that is held back here.
+        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         signal.raise_signal(number)
+        signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
         signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from zrpc.launch.descriptors import readable
 
-__all__ = ["Terminal", "is_usable", "relay"]
+__all__ = ["Terminal", "is_in_foreground", "is_usable", "relay"]
 
 _STDIN, _STDERR = 0, 2
 _NAME = "debugger"
@@ -27,6 +27,15 @@ def is_usable() -> bool:
     try:
         return os.isatty(_STDIN) and os.isatty(_STDERR) and os.tcgetpgrp(_STDIN) == os.getpgrp()
     except OSError:  # it is another session's terminal
+        return False
+
+
+def is_in_foreground() -> bool:
+    """Returns whether this process has a terminal, which it may read and write now."""
+    try:
+        with open("/dev/tty", "rb", buffering=0) as terminal:
+            return os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
+    except OSError:
         return False
 
 
