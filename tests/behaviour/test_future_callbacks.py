@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import gc
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from tests.support.recursion import call_with_frames_left
 from tests.support.settled import caught, chain, result_within
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
@@ -227,3 +230,15 @@ def test_a_callback_near_the_recursion_limit_is_not_lost(done: bool) -> None:
         call_with_frames_left(left, act)
         if results and future.done():
             assert result_within(results[0], SOON) == 2
+
+
+def test_a_call_whose_wait_finds_no_room_in_another_thread_can_be_waited_for(shared: Mesh) -> None:
+    def wait(left: int) -> int:
+        future = rpc.rpc_async(1, echo, (1,))
+        following = future.then(lambda f: f.value() + 1)
+        call_with_frames_left(left, future.wait)
+        return following.wait()
+
+    context = contextvars.copy_context()
+    calls = [partial(context.copy().run, wait, left) for left in range(2, 30)]
+    assert start_all(calls, SOON)() == [2] * 28

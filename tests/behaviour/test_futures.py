@@ -18,6 +18,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.recursion import call_with_frames_left
 from tests.support.settled import caught
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
@@ -269,3 +270,23 @@ def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
 
     for number in some_steps(lambda: run(0)):
         run(number)
+
+
+def calls_until(over: threading.Event) -> None:
+    while not over.wait(0.0001):
+        assert rpc.rpc_sync(0, echo, (1,), timeout=SOON) == 1
+
+
+def test_after_waits_near_the_recursion_limit_the_worker_still_receives(mesh: Mesh) -> None:
+    """A thread that makes one call after the other receives in place of the I/O thread."""
+    over = threading.Event()
+    calling = mesh.submit(1, calls_until, over)
+    with mesh.agent(0).as_current():
+        for left in 10 * [*range(5, 25)]:
+            for _ in range(6):
+                assert rpc.rpc_sync(1, echo, (left,), timeout=SOON) == left
+            future = rpc.rpc_async(1, echo, (left,), timeout=SOON)
+            call_with_frames_left(left, future.wait)
+            assert future.wait() == left
+    over.set()
+    calling.result(SOON)

@@ -28,6 +28,19 @@ from torch._dynamo.utils import counters
 print(before, counters["frames"]["total"])
 """
 
+LOADING = """
+import pickle, signal
+import zrpc.runtime.garbage_collector
+
+pickled = pickle.dumps([[number] for number in range(200_000)])
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+signal.setitimer(signal.ITIMER_REAL, 0.001)
+try:
+    pickle.loads(pickled)
+except KeyboardInterrupt:
+    print("raised")
+"""
+
 
 # Dynamo changes how a process runs all Python functions. If a signal's handler raises between the
 # last two steps of a part, that part may stay begun in its process.
@@ -40,7 +53,21 @@ def test_cases_that_change_their_process_pass(cases: str) -> None:
 @pytest.mark.system
 def test_calls_do_not_import_the_compiler_and_it_compiles_nothing_of_zrpc(tmp_path: Path) -> None:
     """Though zrpc is there first; `torch_compile_cases` imports the compiler before zrpc."""
-    (tmp_path / "program.py").write_text(COMPILED)
-    program = [sys.executable, str(tmp_path / "program.py")]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
-    assert done.stdout.strip() == "False 1", done.stderr
+    assert output(COMPILED, tmp_path) == "False 1"
+
+
+@pytest.mark.system
+def test_ctrl_c_that_comes_before_a_garbage_collection_is_not_lost_in_it(tmp_path: Path) -> None:
+    """Code in C that makes many objects runs the collector between two steps of Python.
+
+    The tests have an audit hook, which would run code of Python in a collection.
+    """
+    assert output(LOADING, tmp_path) == "raised"
+
+
+def output(program: str, folder: Path) -> str:
+    (folder / "program.py").write_text(program)
+    command = [sys.executable, str(folder / "program.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()

@@ -23,6 +23,7 @@ from zrpc.calls.pending_call import NEVER
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
+from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
@@ -124,7 +125,8 @@ class Receiver:
         """
         begun = time.monotonic()
         self._awaited, self._awaited_since = gate if own_calls is None else None, begun
-        if self._threads.turn_ident or not self._threads.sit():
+        # With little room on the stack, messages that are read already would be lost.
+        if self._threads.turn_ident or stack_is_full() or not self._threads.sit():
             return
         self._awaited = None  # this thread receives it itself
         end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from _thread import start_new_thread
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -69,9 +70,18 @@ def with_room(act: Callable[..., None], *args: Any) -> None:
     if not stack_is_full():
         act(*args)
         return
-    thread = threading.Thread(target=act, args=args, name="zrpc-callbacks")
-    thread.start()
-    run_interruptibly(thread.join)
+    # Not by `threading`, which needs more room in this thread.
+    done = threading.Lock()
+    done.acquire()
+    start_new_thread(_act, (act, args, done))
+    run_interruptibly(done.acquire)
+
+
+def _act(act: Callable[..., None], args: tuple[Any, ...], done: threading.Lock) -> None:
+    try:
+        act(*args)
+    finally:
+        done.release()
 
 
 def run(job: Job, _done: Any = None, at_once: bool = False) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections import defaultdict
 from functools import partial
 from operator import methodcaller
 from threading import get_ident
@@ -23,22 +24,21 @@ __all__ = ["check", "interrupts_zrpc", "running"]
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
 
 
-class _Collection(dict[int, FrameType]):
-    """The frame that the collector has interrupted, by thread; empty if it does not run.
+class _Collection(defaultdict[str, FrameType | None]):
+    """The frame that the collector has interrupted; empty if it does not run.
 
-    The collector asks for an attribute with the name of each phase. At the end, no code of Python
-    runs: Ctrl-C that came meanwhile would be raised there, and be lost.
+    The collector asks for an attribute with the name of each phase. No code of Python runs then:
+    Ctrl-C that came meanwhile would be raised there, and be lost.
     """
 
-    @property
-    def start(self) -> None:
-        if (interrupted := sys._getframe().f_back) is not None:
-            self[get_ident()] = interrupted
-
+    start = property(methodcaller("__getitem__", "interrupted"))
     stop = property(methodcaller("clear"))
 
 
-running = _Collection()
+# Looks up the frame of the thread that asks. It has none if C++ started it, and it runs no Python:
+# then `sys._getframe` would raise an error.
+_own_frames = map(dict.get, iter(sys._current_frames, None), iter(get_ident, None))
+running = _Collection(_own_frames.__next__)
 gc.callbacks.append(partial(getattr, running))
 
 
@@ -47,7 +47,10 @@ def interrupts_zrpc() -> bool:
 
     So the caller is a finalizer. Ask for `running` first, which is empty most of the time.
     """
-    frame = running.get(get_ident())
+    interrupted = running.get("interrupted")
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame is not interrupted:  # not found if it is another thread's
+        frame = frame.f_back
     while frame is not None:
         root = str(frame.f_globals.get("__name__")).partition(".")[0]
         # The constructor of each named tuple is in a module of its own.
