@@ -81,7 +81,7 @@ class _Work:
         return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
 
     def _load_of_pool(self) -> str:
-        size, running, *_, full_for, queued, _ = self.pool
+        size, running, *_, full_for, idle_for, queued, _ = self.pool
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
@@ -90,8 +90,6 @@ class _Work:
         elif running < size:
             threads = f"its pool has got no thread beyond its {running}"
         waiting = "a request waits" if queued == 1 else f"{queued} requests wait"
-        latest = max((request.scope.started for request in self._running), default=0.0)
-        idle_for = min(full_for, self._now - latest)
         begun = f"; none was begun for {idle_for:.0f} s" if idle_for >= 1 else ""
         return f"{threads} for {full_for:.0f} s and {waiting}{begun}"
 
