@@ -113,12 +113,14 @@ class _Work:
             return f"queued {here}{self._behind}, at place {place} of {self.pool.queued}"
         if id(request) in self._coming:
             return f"waiting {started} for the event loop to begin it"
+        if scope.thread and not scope.started:  # it is counted before the answer is sent
+            return "being answered"
         if scope.deferred:
             return f"waiting {started} for the future that its function has returned"
         if scope.started:
             what = asked_for(handler_name(request), request.kind)
             return f"running `{what}` {started}{self._waits(scope)}"
-        what = "the value of an RRef" if request.kind == Kind.FETCH else "its turn"
+        what = "the value of an RRef" if _rrefs(request)[1] else "its turn"
         return f"waiting {here} for {what}"
 
     @cached_property
@@ -211,11 +213,17 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
     )
 
 
-def _request(request: Message, work: _Work) -> Request:
+def _rrefs(request: Message) -> tuple[str, str]:
+    """Returns the RRef whose value a request makes, and that whose value it needs."""
     subject = (request.attachments or {}).get(Tag.SUBJECT, ())
     rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
     # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
     makes, needs = (rrefs[:1], rrefs[2:]) if request.kind == Kind.REMOTE else ([], rrefs)
+    return "".join(makes), "".join(needs)
+
+
+def _request(request: Message, work: _Work) -> Request:
+    makes, needs = _rrefs(request)
     return Request(
         caller=request.sender,
         id=request.call_id,
@@ -223,8 +231,8 @@ def _request(request: Message, work: _Work) -> Request:
         kind=kind_name(request.kind),
         queued=id(request) in work.places,
         standing=work.standing(request),
-        makes="".join(makes),
-        needs="".join(needs),
+        makes=makes,
+        needs=needs,
     )
 
 
