@@ -135,6 +135,8 @@ def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:
     assert Standings.parse(answer.dump()) == answer
     long = Standings(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000)).dump()
     assert len(Standings.parse(long).calls) == 100
+    endless = json.dumps({"calls": {"7": "x" * 100_000}, "load": "y" * 100_000}).encode()
+    assert len(Standings.parse(endless).about(7)) < 1000  # it becomes part of errors
     assert read_question(dump_question("self")) == "self"
     deep, large = b"[" * 100_000, json.dumps(list(range(100_000))).encode()
     nonsense = (b"", b"\xff", b"x", b"7", b'{"calls": 7}', deep, large)

@@ -105,8 +105,8 @@ class Standings(NamedTuple):
         """
         content = _load(body)
         try:
-            calls = {int(each): str(text) for each, text in content["calls"].items()}
-            return cls(calls, str(content["load"]))
+            calls = {int(each): str(text)[:_MAX_TEXT] for each, text in content["calls"].items()}
+            return cls(calls, str(content["load"])[:_MAX_TEXT])
         except (TypeError, LookupError, AttributeError, ValueError) as error:
             raise ProtocolError(f"expected where calls stand: {error}") from error
 
