@@ -140,6 +140,11 @@ class _Question:
     answer: Standings = _NOTHING
     answered_at: float = 0.0
 
+    @property
+    def kept_until(self) -> float:
+        """Until when it is kept if nothing waits for its answer."""
+        return self.asked_at + _FRESH_SECONDS if self.number else self.patient_until
+
 
 class Questions:
     """The questions of one worker, and what its peers have answered.
@@ -170,9 +175,13 @@ class Questions:
             self._short.pop((member, way), None)
 
     def ask_only(self, members: Collection[MemberId], now: float) -> None:
-        """Drops the questions to other peers, since nothing waits for them, once they are old."""
-        questions = self._questions.items()
-        self._questions = {m: q for m, q in questions if m in members or now < q.patient_until}
+        """Drops the questions to other peers, since nothing waits for them, once they are old.
+
+        Else the patience with a peer that was silent would delay the next question to it.
+        """
+        self._questions = {
+            m: q for m, q in self._questions.items() if m in members or now < q.kept_until
+        }
 
     def ask(self, member: MemberId, calls: Sequence[int], now: float) -> tuple[int, Sequence[int]]:
         """Returns the number of a question to send to a peer, and its calls; 0 if none is due."""
@@ -239,7 +248,8 @@ class Questions:
             return ""
         return (
             f"{name} was asked {silence:.1f} s ago where calls to it stand, and has not answered "
-            "yet: it is stopped, a C function holds its interpreter's lock, or the network is slow"
+            "yet: it may be stopped, a C function or a callback may hold up it or this worker, or "
+            "the network may be slow"
         )
 
     def is_complete(self, kind: int, sender: MemberId, number: int, way: int, ways: int) -> bool:
