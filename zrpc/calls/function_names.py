@@ -48,7 +48,9 @@ def name_of(body: Any) -> str:
     what: Any = body[0] if type(body) is tuple and body else ""
     if type(what) is FunctionType:
         return what.__qualname__
-    return what if type(what) is str else name_of_function(what)
+    if type(what) is str:
+        return what
+    return "" if type(what) is tuple else name_of_function(what)  # a part of a backward pass
 
 
 def name_of_function(function: Any) -> str:
