@@ -17,6 +17,11 @@ def test_the_name_of_a_c_function_is_found_each_time() -> None:
         assert name_of(([].append, (), {})) == "list.append"
 
 
+def test_what_asks_for_no_function_has_no_name() -> None:
+    assert [name_of(body) for body in [((1, 2), ()), ((), ()), (), None]] == [""] * 4
+    assert name_of(("append", (1,), {})) == "append"
+
+
 def test_the_object_of_a_c_method_is_not_kept() -> None:
     class Items(dict[str, int]):
         """Has methods in C."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickletools
 import sys
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from zrpc.runtime.interrupts import raised_by_handler
@@ -48,7 +48,9 @@ def name_of(body: Any) -> str:
     what: Any = body[0] if type(body) is tuple and body else ""
     if type(what) is FunctionType:
         return what.__qualname__
-    return what if type(what) is str else name_of_function(what)
+    if type(what) is str:
+        return what
+    return "" if type(what) is tuple else name_of_function(what)  # a part of a backward pass
 
 
 def name_of_function(function: Any) -> str:
@@ -81,11 +83,15 @@ def handler_name(request: Message) -> str:
 
     It is the function's own name once that is unpickled, and the one in the message before.
     """
+    function = request.scope.function
+    if type(function) is MethodType:
+        function = function.__func__
     try:
-        name = request.scope.function.__qualname__
+        # No `__getattr__` of a user's object: the I/O thread asks, and might have to wait in it.
+        name = object.__getattribute__(function, "__qualname__")
     except Exception:  # of an object that can be called
         name = None
-    return readable(name) if isinstance(name, str) else function_of(request)
+    return readable(name) if type(name) is str else function_of(request)
 
 
 def function_of(request: Message) -> str:

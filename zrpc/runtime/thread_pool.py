@@ -68,6 +68,7 @@ class Load(NamedTuple):
         idle: the number of threads without a job.
         threads: the number of threads.
         full_for: for how many seconds some job has always waited; 0 if none waits.
+        none_begun_for: for how many of these seconds no job was begun.
         queued: the number of jobs that wait for a thread.
         backlog: the first of those.
     """
@@ -78,6 +79,7 @@ class Load(NamedTuple):
     idle: int
     threads: int
     full_for: float
+    none_begun_for: float
     queued: int
     backlog: list[Job]
 
@@ -188,9 +190,9 @@ class HandlerPool:
         self._closed = False
         self._numbers = itertools.count()
         self._refusal: RuntimeError | None = None  # of the system to start a thread, until reported
+        self._begun_at = 0.0  # when the latest job began, on the clock of time.perf_counter
         # For relieve(), which only the agent's leader calls.
-        self._begun = 0
-        self._begun_before = -1
+        self._begun_before = -1.0
         self._cpu_before: dict[int, float | None] = {}
         self.times = JobTimes()
 
@@ -216,13 +218,15 @@ class HandlerPool:
         """Returns how much there is to do, with at most ``limit`` of the queued jobs."""
         with uninterrupted, self._lock:
             at_work = len(self._threads) + len(self._guests) - len(self._idle)
+            full_for = time.monotonic() - self._full_since if self._backlog else 0.0
             return Load(
                 self._size,
                 self._running,
                 at_work - self._running,
                 len(self._idle),
                 len(self._threads),
-                time.monotonic() - self._full_since if self._backlog else 0.0,
+                full_for,
+                min(full_for, time.perf_counter() - self._begun_at),
                 len(self._backlog),
                 list(itertools.islice(self._backlog, limit)),
             )
@@ -289,8 +293,8 @@ class HandlerPool:
         every thread that used no processor time since then is assumed to be waiting.
         """
         with self._lock:
-            stuck = bool(self._backlog) and self._begun == self._begun_before
-            self._begun_before = self._begun
+            stuck = bool(self._backlog) and self._begun_at == self._begun_before
+            self._begun_before = self._begun_at
             threads = self._at_work() if stuck else set()
         cpu = {ident: processor_time_of(ident) for ident in threads}
         # If the system doesn't report it (None), a thread counts as waiting.
@@ -383,8 +387,7 @@ class HandlerPool:
             job = self._next_job(thread)
 
     def _do(self, job: Job) -> None:
-        self._begun += 1  # only compared for changes: a lost increment does no harm
-        _thread.begun = time.perf_counter()
+        _thread.begun = self._begun_at = time.perf_counter()
         generation = forks.generation
         try:
             self._copy_of_context().run(job)

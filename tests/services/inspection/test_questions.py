@@ -40,12 +40,21 @@ def answered(rules: Questions, answer: Standings, now: float, calls: Iterable[in
 
 
 def test_an_answer_is_waited_for_longer_each_time_and_then_asked_for_soon(rules: Questions) -> None:
-    numbers = [number_of(rules, float(now)) for now in range(30)]
-    assert [now for now, number in enumerate(numbers) if number] == [0, 4, 12, 28]
-    assert list(filter(None, numbers)) == [1, 2, 3, 4]
-    assert rules.take_answer(PEER, 4, NOTHING, 29.0) == []
-    assert [number_of(rules, now) for now in (30.9, 31.0)] == [0, 5]
-    assert [number_of(rules, now) for now in (34.5, 35.0)] == [0, 6]  # as patient as at first
+    numbers = [number_of(rules, float(now)) for now in range(200)]
+    assert [now for now, number in enumerate(numbers) if number] == [0, 4, 12, 28, 60, 120, 180]
+    assert list(filter(None, numbers)) == [1, 2, 3, 4, 5, 6, 7]
+    assert rules.take_answer(PEER, 7, NOTHING, 200.0) == []
+    assert [number_of(rules, now) for now in (201.9, 202.0)] == [0, 8]
+    assert [number_of(rules, now) for now in (205.5, 206.0)] == [0, 9]  # as patient as at first
+
+
+def test_the_silence_of_a_peer_does_not_delay_the_questions_about_later_calls(
+    rules: Questions,
+) -> None:
+    numbers = [number_of(rules, float(now), [7]) for now in range(29)]
+    assert numbers[28]
+    rules.ask_only((), 29.0)  # the call has timed out, and the peer is back
+    assert rules.ask(PEER, [8], 31.0)[1] == [8]
 
 
 def test_what_is_missing_once_is_not_lost(rules: Questions) -> None:
@@ -118,7 +127,7 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
     assert told(7, 0.0) == ""
     answered(rules, Standings({7: "queued"}, "its pool is full"), 0.0, (7, 8))
     assert told(7, 1.0) == "worker1 is alive: its pool is full; this call is queued"
-    assert told(8, 1.0).endswith("this call is not there, or no longer")
+    assert told(8, 1.0).endswith("this call is unknown: it was answered meanwhile, or is lost")
     assert told(0, 9.0) == "9 s ago worker1 said that its pool is full"
     assert told(0, 1.0, "") == "shortly before, its pool is full"
     assert told(0, 9.0, "") == ""
@@ -126,7 +135,12 @@ def test_the_newest_answer_is_told(rules: Questions) -> None:
     assert [told(call, 10.0) for call in (7, 8, 0)] == [
         "worker1 is alive: this call is running"
     ] + [""] * 2
-    rules.ask_only((), 20.0)
+    number_of(rules, 12.0, (7,))
+    number_of(rules, 16.0, (7,))  # again, since no answer has come
+    assert told(7, 20.0) == "10 s ago worker1 said that this call is running"
+    assert told(9, 13.9) == told(9, 20.0, "") == ""
+    assert told(9, 20.0).startswith("worker1 was asked 8.0 s ago where calls to it stand, and has")
+    rules.ask_only((), 30.0)
     assert told(7, 10.0) == ""
 
 
@@ -135,6 +149,8 @@ def test_questions_and_answers_travel_and_nonsense_is_refused() -> None:
     assert Standings.parse(answer.dump()) == answer
     long = Standings(dict.fromkeys(range(100), "\U00010000\udc00" * 10_000)).dump()
     assert len(Standings.parse(long).calls) == 100
+    endless = json.dumps({"calls": {"7": "x" * 100_000}, "load": "y" * 100_000}).encode()
+    assert len(Standings.parse(endless).about(7)) < 1000  # it becomes part of errors
     assert read_question(dump_question("self")) == "self"
     deep, large = b"[" * 100_000, json.dumps(list(range(100_000))).encode()
     nonsense = (b"", b"\xff", b"x", b"7", b'{"calls": 7}', deep, large)

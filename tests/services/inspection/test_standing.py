@@ -41,6 +41,12 @@ def wait_until_nothing_is_said(mesh: Mesh) -> None:
     until(lambda: not service.explain(1), "worker1 is idle")
 
 
+def wait_until_a_call_is(mesh: Mesh, standing: str) -> None:
+    [call] = mesh.agent(0).caller.calls.in_flight()
+    rules = mesh.agent(0).service(InspectionService).rules
+    until(lambda: re.match(standing, rules.standing(MemberId(1), call.call_id)), standing)
+
+
 BUSY = r"the only thread of its pool has been busy for \d+ s and (a request waits|2 requests wait)"
 
 
@@ -130,16 +136,35 @@ def test_a_callee_says_what_a_call_waits_for(
     caller: Mesh, door: Gate, function: Any, standing: str
 ) -> None:
     future = zrpc.rpc_async("worker1", function, args=("worker0",))
-    [call] = caller.agent(0).caller.calls.in_flight()
-    rules = caller.agent(0).service(InspectionService).rules
-    until(lambda: re.match(standing, rules.standing(MemberId(1), call.call_id)), standing)
+    wait_until_a_call_is(caller, standing)
     door.opened.set()
     assert future.wait() == "in"
 
 
 def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) -> None:
     rref = zrpc.remote("worker1", knock)
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"waiting for 0.\d s for the value of an RRef"):
-        rref.to_here(timeout=0.5)
+    waits = rref.to_here, rref.rpc_sync(timeout=0.5).upper
+    for wait, options in zip(waits, ({"timeout": 0.5}, {}), strict=True):
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"waiting for 0.\d s for the value of an "):
+            wait(**options)
     door.opened.set()
     assert rref.to_here() == "in"
+
+
+class SlowError(Exception):
+    def __reduce__(self) -> Any:
+        knock()
+        return SlowError, ()
+
+
+def fail_slowly() -> None:
+    raise SlowError
+
+
+def test_a_callee_says_that_it_answers(caller: Mesh, door: Gate) -> None:
+    future = zrpc.rpc_async("worker1", fail_slowly)
+    door.await_entry()
+    wait_until_a_call_is(caller, "being answered")
+    door.opened.set()
+    with pytest.raises(SlowError):
+        future.wait()

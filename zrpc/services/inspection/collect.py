@@ -81,7 +81,7 @@ class _Work:
         return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
 
     def _load_of_pool(self) -> str:
-        size, running, *_, full_for, queued, _ = self.pool
+        size, running, *_, full_for, idle_for, queued, _ = self.pool
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
@@ -90,8 +90,6 @@ class _Work:
         elif running < size:
             threads = f"its pool has got no thread beyond its {running}"
         waiting = "a request waits" if queued == 1 else f"{queued} requests wait"
-        latest = max((request.scope.started for request in self._running), default=0.0)
-        idle_for = min(full_for, self._now - latest)
         begun = f"; none was begun for {idle_for:.0f} s" if idle_for >= 1 else ""
         return f"{threads} for {full_for:.0f} s and {waiting}{begun}"
 
@@ -115,12 +113,14 @@ class _Work:
             return f"queued {here}{self._behind}, at place {place} of {self.pool.queued}"
         if id(request) in self._coming:
             return f"waiting {started} for the event loop to begin it"
+        if scope.thread and not scope.started:  # it is counted before the answer is sent
+            return "being answered"
         if scope.deferred:
             return f"waiting {started} for the future that its function has returned"
         if scope.started:
             what = asked_for(handler_name(request), request.kind)
             return f"running `{what}` {started}{self._waits(scope)}"
-        what = "the value of an RRef" if request.kind == Kind.FETCH else "its turn"
+        what = "the value of an RRef" if _rrefs(request)[1] else "its turn"
         return f"waiting {here} for {what}"
 
     @cached_property
@@ -213,11 +213,17 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
     )
 
 
-def _request(request: Message, work: _Work) -> Request:
+def _rrefs(request: Message) -> tuple[str, str]:
+    """Returns the RRef whose value a request makes, and that whose value it needs."""
     subject = (request.attachments or {}).get(Tag.SUBJECT, ())
     rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
     # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
     makes, needs = (rrefs[:1], rrefs[2:]) if request.kind == Kind.REMOTE else ([], rrefs)
+    return "".join(makes), "".join(needs)
+
+
+def _request(request: Message, work: _Work) -> Request:
+    makes, needs = _rrefs(request)
     return Request(
         caller=request.sender,
         id=request.call_id,
@@ -225,8 +231,8 @@ def _request(request: Message, work: _Work) -> Request:
         kind=kind_name(request.kind),
         queued=id(request) in work.places,
         standing=work.standing(request),
-        makes="".join(makes),
-        needs="".join(needs),
+        makes=makes,
+        needs=needs,
     )
 
 

@@ -164,7 +164,7 @@ def _is_ours(path: Path) -> bool:
         check_private(path)
     except AuthenticationError:
         return False
-    return path.is_dir()
+    return os.path.isdir(path)  # False if we may not look, unlike that of a Path
 
 
 def ask(paths: Sequence[Path], timeout: float, question: str = SELF) -> list[Answer]:

@@ -41,8 +41,10 @@ _MAX_BYTES = 1 << 18
 _MAX_TEXT = 300
 # How long an answer is taken to describe the present.
 _FRESH_SECONDS = 3.0
+# A question that has no answer is repeated after this time at the latest: it may be lost.
+_MAX_PATIENCE_SECONDS = 60.0
 # Where a call stands that the callee does not have.
-_MISSING = "not there, or no longer"
+_MISSING = "unknown: it was answered meanwhile, or is lost"
 
 
 def dump_question(question: Sequence[int] | str) -> bytes:
@@ -105,8 +107,8 @@ class Standings(NamedTuple):
         """
         content = _load(body)
         try:
-            calls = {int(each): str(text) for each, text in content["calls"].items()}
-            return cls(calls, str(content["load"]))
+            calls = {int(each): str(text)[:_MAX_TEXT] for each, text in content["calls"].items()}
+            return cls(calls, str(content["load"])[:_MAX_TEXT])
         except (TypeError, LookupError, AttributeError, ValueError) as error:
             raise ProtocolError(f"expected where calls stand: {error}") from error
 
@@ -120,6 +122,7 @@ class _Question:
 
     Attributes:
         number: its number; 0 once it is answered.
+        asked_at: when the first one was sent that has no answer.
         calls: the calls that it names.
         patience: how long its answer is waited for.
         patient_until: nothing is asked before this time.
@@ -129,12 +132,18 @@ class _Question:
     """
 
     number: int = 0
+    asked_at: float = 0.0
     calls: Sequence[int] = ()
     patience: float = 0.0
     patient_until: float = 0.0
     missing: set[int] = field(default_factory=set)
     answer: Standings = _NOTHING
     answered_at: float = 0.0
+
+    @property
+    def kept_until(self) -> float:
+        """Until when it is kept if nothing waits for its answer."""
+        return self.asked_at + _FRESH_SECONDS if self.number else self.patient_until
 
 
 class Questions:
@@ -166,9 +175,13 @@ class Questions:
             self._short.pop((member, way), None)
 
     def ask_only(self, members: Collection[MemberId], now: float) -> None:
-        """Drops the questions to other peers, since nothing waits for them, once they are old."""
-        questions = self._questions.items()
-        self._questions = {m: q for m, q in questions if m in members or now < q.patient_until}
+        """Drops the questions to other peers, since nothing waits for them, once they are old.
+
+        Else the patience with a peer that was silent would delay the next question to it.
+        """
+        self._questions = {
+            m: q for m, q in self._questions.items() if m in members or now < q.kept_until
+        }
 
     def ask(self, member: MemberId, calls: Sequence[int], now: float) -> tuple[int, Sequence[int]]:
         """Returns the number of a question to send to a peer, and its calls; 0 if none is due."""
@@ -176,8 +189,12 @@ class Questions:
         if now < asked.patient_until:
             return 0, ()
         # Longer each time, so that an answer comes in time: a large message may be ahead of the
-        # question, or the question may be lost.
-        asked.patience = 2 * (asked.patience if asked.number else self.seconds)
+        # question.
+        asked.patience = min(
+            2 * (asked.patience if asked.number else self.seconds), _MAX_PATIENCE_SECONDS
+        )
+        if not asked.number:
+            asked.asked_at = now
         asked.number, asked.patient_until = next(self.numbers), now + asked.patience
         asked.calls = calls[:_MAX_CALLS]
         return asked.number, asked.calls
@@ -219,13 +236,21 @@ class Questions:
             now: the time.
         """
         asked = self._questions.get(member)
-        text = asked.answer.about(call) if asked is not None else ""
-        if asked is None or not text:
+        if asked is None:
             return ""
-        age = now - asked.answered_at
-        if age < _FRESH_SECONDS:
+        text, age = asked.answer.about(call), now - asked.answered_at
+        if text and age < _FRESH_SECONDS:
             return f"{name} {state}: {text}" if state else f"shortly before, {text}"
-        return f"{age:.0f} s ago {name} said that {text}" if state else ""
+        if text and state:
+            return f"{age:.0f} s ago {name} said that {text}"
+        silence = now - asked.asked_at if asked.number else 0.0
+        if silence < self.seconds or not state:
+            return ""
+        return (
+            f"{name} was asked {silence:.1f} s ago where calls to it stand, and has not answered "
+            "yet: it may be stopped, a C function or a callback may hold up it or this worker, or "
+            "the network may be slow"
+        )
 
     def is_complete(self, kind: int, sender: MemberId, number: int, way: int, ways: int) -> bool:
         """Whether a question or an answer has now come by all ways; true once, if by several."""

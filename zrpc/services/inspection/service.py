@@ -144,9 +144,12 @@ class InspectionService(Service):
         question = read_question(body) if number else ()
         if isinstance(question, str):
             self._post(message.sender, Kind.TELL, number, self._dump_snapshot(question))
-        elif number and not len(self.agent.outbox):  # else some answers are unsent: it asks again
+        elif number:
             told = where_calls_stand(self.agent, message.sender, question)
-            self._send_each_way(message.sender, Kind.TELL, number, told.dump())
+            # Afterwards: what is missing may have just been answered. The caller asks again if some
+            # answers are unsent.
+            if not len(self.agent.outbox):
+                self._send_each_way(message.sender, Kind.TELL, number, told.dump())
 
     def _dump_snapshot(self, question: str) -> bytes:
         return take_snapshot(self.agent, 0 if question.endswith(NUMBERS) else _MAX_ENTRIES).dump()
