@@ -151,6 +151,20 @@ def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) ->
     assert rref.to_here() == "in"
 
 
+def test_callbacks_that_compute_hold_up_neither_questions_nor_answers(
+    caller: Mesh, door: Gate
+) -> None:
+    for rank in range(2):
+        with caller.agent(rank).as_current():
+            zrpc.rpc_async(rank, max, args=(1, 2)).then(lambda _: knock())
+    door.await_entry()
+    door.await_entry()
+    future = zrpc.rpc_async("worker1", knock)
+    wait_until_a_call_is(caller, "running `knock`")
+    door.opened.set()
+    assert future.wait() == "in"
+
+
 class SlowError(Exception):
     def __reduce__(self) -> Any:
         knock()
