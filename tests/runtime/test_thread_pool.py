@@ -159,7 +159,8 @@ def test_a_pool_knows_for_how_long_jobs_have_waited_and_none_was_begun(
 ) -> None:
     pool, others = make_pool(2), Jobs()
     jobs.fill(pool, 1)
-    others.fill(pool, 1, queued=2)
+    others.fill(pool, 1)
+    others.fill(pool, 0, queued=2)
     time.sleep(0.05)
     load = pool.load(0)
     assert load.full_for == load.none_begun_for > 0.04

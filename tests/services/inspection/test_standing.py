@@ -141,6 +141,20 @@ def test_a_callee_says_what_a_call_waits_for(
     assert future.wait() == "in"
 
 
+def knock_twice_at(worker: str) -> list[str]:
+    """The second call has no room while the first one is in flight."""
+    futures = [zrpc.rpc_async(worker, knock), zrpc.rpc_async(worker, knock)]
+    return [future.wait() for future in futures]
+
+
+@pytest.mark.zrpc(options={"max_bytes_in_flight": 1})
+def test_a_callee_says_that_a_call_waits_for_room(caller: Mesh, door: Gate) -> None:
+    future = zrpc.rpc_async("worker1", knock_twice_at, args=("worker0",))
+    wait_until_a_call_is(caller, "running `knock_twice_at` for .*, and has waited for `knock` at ")
+    door.opened.set()
+    assert future.wait() == ["in", "in"]
+
+
 def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) -> None:
     rref = zrpc.remote("worker1", knock)
     waits = rref.to_here, rref.rpc_sync(timeout=0.5).upper
@@ -149,6 +163,20 @@ def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) ->
             wait(**options)
     door.opened.set()
     assert rref.to_here() == "in"
+
+
+def test_callbacks_that_compute_hold_up_neither_questions_nor_answers(
+    caller: Mesh, door: Gate
+) -> None:
+    for rank in range(2):
+        with caller.agent(rank).as_current():
+            zrpc.rpc_async(rank, max, args=(1, 2)).then(lambda _: knock())
+    door.await_entry()
+    door.await_entry()
+    future = zrpc.rpc_async("worker1", knock)
+    wait_until_a_call_is(caller, "running `knock`")
+    door.opened.set()
+    assert future.wait() == "in"
 
 
 class SlowError(Exception):

@@ -25,7 +25,7 @@ from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
 from zrpc.services.inspection.questions import Standings
 from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
-from zrpc.services.inspection.stacks import activities, requests_to_begin
+from zrpc.services.inspection.stacks import activities, requests_to_begin, waiters_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -74,7 +74,7 @@ class _Work:
         """Returns whether a thread runs a request, and does not wait for another worker."""
         scope: CancelScope = request.scope
         left = scope.deferred or scope.in_task or id(request) in self._coming
-        return bool(scope.started) and not left and not any(c.waiters for c in scope.children())
+        return bool(scope.started) and not left and not any(map(waiters_of, scope.children()))
 
     def load(self) -> str:
         """Returns whether requests have to wait, as a sentence; empty if not, or for a moment."""
@@ -143,7 +143,7 @@ class _Work:
 
     def _waits(self, scope: CancelScope) -> str:
         """Returns for which call the handler of a scope has waited the longest."""
-        calls = [call for call in scope.children() if call.waiters or scope.in_task]
+        calls = [call for call in scope.children() if waiters_of(call) or scope.in_task]
         if not calls:
             return ""
         first = min(calls, key=lambda call: call.begun)

@@ -248,8 +248,8 @@ class Questions:
             return ""
         return (
             f"{name} was asked {silence:.1f} s ago where calls to it stand, and has not answered "
-            "yet: it may be stopped, a C function or a callback may hold up it or this worker, or "
-            "the network may be slow"
+            "yet: it may be stopped, a C function may hold its interpreter's lock, or the network "
+            "may be slow"
         )
 
     def is_complete(self, kind: int, sender: MemberId, number: int, way: int, ways: int) -> bool:

@@ -21,6 +21,7 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
+from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
@@ -63,6 +64,8 @@ class InspectionService(Service):
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
+        # Sends questions and answers. Not the thread that runs callbacks: these may compute.
+        self._sender = HandlerPool(1, f"zrpc-{agent.worker_info.name}-questions", agent.context)
         # The answers to each question of a visitor about other hosts, by its number.
         self._visits: dict[int, Queue[tuple[MemberId, bytes]]] = {}
 
@@ -88,6 +91,7 @@ class InspectionService(Service):
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        self._sender.close(self.agent.graceful_shutdown.timing.join)
 
     # -- what this worker asks -----------------------------------------------------------
 
@@ -96,6 +100,7 @@ class InspectionService(Service):
         """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
         self._ask_callees(now)
+        self._sender.relieve()
         if self._listener is not None:
             self._listener.admit()
         self._stuck.check_calls(now)
@@ -160,7 +165,7 @@ class InspectionService(Service):
         def first_frame(way: int, ways: int, sent: int) -> bytes:
             return Message(kind, body=_HEAD.pack(number, way, ways, sent) + body).first_frame()
 
-        self.agent.completions.submit(partial(self.agent.outbox.post_each_way, member, first_frame))
+        self._sender.submit(partial(self.agent.outbox.post_each_way, member, first_frame))
 
     def _post(self, member: MemberId, kind: Kind, number: int, body: bytes) -> None:
         """Sends a question or an answer by one way, when no order matters."""

@@ -35,13 +35,13 @@ from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
-from zrpc.calls.pending_call import State
+from zrpc.calls.pending_call import PendingCall, State
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 
-__all__ = ["activities", "requests_to_begin"]
+__all__ = ["activities", "requests_to_begin", "waiters_of"]
 
 _HERE = os.path.dirname(__file__) + os.sep
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
@@ -122,12 +122,16 @@ def _calls_by_thread(agent: Agent) -> dict[int, list[int]]:
     """Returns the ids of the calls that each thread waits for, or waits to send, by its ident."""
     found: defaultdict[int, list[int]] = defaultdict(list)
     for call in agent.caller.calls.in_flight():
-        waiters = call.waiters
-        if call.state is State.QUEUED and call.room is not None and call.room.thread:
-            waiters = (*waiters, call.room.thread)
-        for ident in waiters:
+        for ident in waiters_of(call):
             found[ident].append(call.call_id)
     return found
+
+
+def waiters_of(call: PendingCall) -> tuple[int, ...]:
+    """Returns the threads that wait for a call, or wait to send it, by ident."""
+    if call.state is State.QUEUED and call.room is not None and call.room.thread:
+        return (*call.waiters, call.room.thread)
+    return call.waiters
 
 
 def _coroutines(agent: Agent) -> list[Activity]:
