@@ -10,7 +10,6 @@ import contextlib
 import functools
 import gc
 import queue
-import signal
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -203,23 +202,3 @@ def test_the_error_of_a_finalizers_call_is_that_of_its_future(mesh: Mesh) -> Non
 
 def test_a_graceful_shutdown_in_a_finalizer_raises_in_the_thread_that_receives(mesh: Mesh) -> None:
     assert "finalizer" in str(finalized(mesh, in_a_turn, mesh.agent(0).shutdown))
-
-
-def test_ctrl_c_in_a_collection_is_raised_after_it_and_none_seems_to_go_on(mesh: Mesh) -> None:
-    heap = [{"number": number} for number in range(200_000)]  # takes the collector some time
-
-    def collect() -> str:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0.001)
-            gc.collect()
-        except KeyboardInterrupt:
-            return zrpc.rpc_sync("worker1", release)
-        return "lost"
-
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        with mesh.agent(0).as_current():
-            assert [collect() for _ in range(3)] == ["released"] * 3
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert len(heap) == 200_000
