@@ -202,30 +202,3 @@ def test_the_error_of_a_finalizers_call_is_that_of_its_future(mesh: Mesh) -> Non
 
 def test_a_graceful_shutdown_in_a_finalizer_raises_in_the_thread_that_receives(mesh: Mesh) -> None:
     assert "finalizer" in str(finalized(mesh, in_a_turn, mesh.agent(0).shutdown))
-
-
-def test_ctrl_c_in_a_collection_is_raised_after_it_and_none_seems_to_go_on(
-    succeed: Callable[..., list[str]],
-) -> None:
-    succeed(
-        """
-import gc, operator, signal
-import zrpc
-
-zrpc.init_rpc("w0")
-heap = [{"number": number} for number in range(200_000)]  # takes the collector some time
-signal.signal(signal.SIGALRM, signal.default_int_handler)
-
-def collect():
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 0.001)
-        gc.collect()
-    except KeyboardInterrupt:
-        return zrpc.rpc_sync("w0", operator.neg, (1,))
-    return "lost"
-
-assert [collect() for _ in range(3)] == [-1] * 3
-zrpc.shutdown()
-""",
-        world_size=1,
-    )

@@ -232,7 +232,7 @@ def test_a_callback_near_the_recursion_limit_is_not_lost(done: bool) -> None:
             assert result_within(results[0], SOON) == 2
 
 
-def test_a_call_whose_wait_finds_no_room_in_another_thread_can_be_waited_for(shared: Mesh) -> None:
+def test_the_value_of_a_call_is_not_lost_if_a_wait_finds_no_room_for_it(shared: Mesh) -> None:
     def wait(left: int) -> int:
         future = rpc.rpc_async(1, echo, (1,))
         following = future.then(lambda f: f.value() + 1)

@@ -129,3 +129,11 @@ def test_two_scripts_may_have_different_functions_of_one_name(programs: Programs
     """As in torch, the callee runs its own."""
     for ended in programs.run(TWO_SCRIPTS):
         assert ended.code == 0, ended.output
+
+
+@pytest.mark.system
+def test_a_worker_without_the_drop_in_asks_too_for_what_it_lacks(programs: Programs) -> None:
+    own = "import os, zrpc as rpc\nrank = int(os.environ['RANK'])"
+    mixed = TWO_SCRIPTS.replace("LEARNER = HEAD + '''", f"LEARNER = '''{own}")
+    for ended in programs.run(mixed):
+        assert ended.code == 0, ended.output

@@ -29,7 +29,6 @@ from typing import ClassVar, TypeVar
 
 from torch.distributed import Store
 
-from zrpc import stand_in
 from zrpc.agent.call_filter import tag_own_loggers
 from zrpc.agent.closing import Closing, work_in_progress
 from zrpc.agent.current import as_current, context_of
@@ -148,8 +147,7 @@ class Agent:
             self.receiver.run,
             self._on_handler_failed,
         )
-        if stand_in.is_active():
-            self.codec.fetch = fetching(membership, self.caller)
+        self.codec.fetch = fetching(membership, self.caller)
         self._wire(shutdown)
         self.recorder: Recorder | None = None
         self._closing = Closing(self, shutdown)

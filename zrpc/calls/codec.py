@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from zrpc import stand_in
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.errors import RpcError, SerializationError, raised_by_function
 from zrpc.membership.view import Membership
@@ -95,7 +96,9 @@ class Codec:
         try:
             value = decoder.unpack()
         except SerializationError as error:
-            if self.fetch is None or not isinstance(error.__cause__, AttributeError):
+            # Only programs for torch name what another script lacks; see `Membership.introduce`.
+            named = stand_in.is_active() or not self._membership.same_main.get(message.sender, True)
+            if not named or self.fetch is None or not isinstance(error.__cause__, AttributeError):
                 raise
             value = decoder.unpack(partial(self.fetch, message.sender))
         message.buffers = ()  # they would keep large tensors alive as long as the message

@@ -25,6 +25,7 @@ from zrpc.runtime.interrupts import (
     release_interrupts,
     uninterrupted,
 )
+from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.graph_capture import constant_of, is_tracing
 
@@ -356,10 +357,18 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
     def _complete(self, call: PendingCall, held: bool = False) -> None:
         """Makes the value from the call's outcome, in the first thread that asks.
 
-        Ends with signal handlers no longer held back, if they were ``held``.
+        If there is little room on its stack, another thread makes it: an outcome that is claimed
+        may not be lost. Ends with signal handlers no longer held back, if they were ``held``.
         """
+        if stack_is_full():
+            try:
+                self._calling.complete(functools.partial(self._complete, call))
+            finally:
+                if held:
+                    release_interrupts()
+            return
         if not held:
-            hold_interrupts()  # an outcome that is claimed may not be lost
+            hold_interrupts()
         outcome = call.claim()
         if outcome is None:
             release_interrupts()

@@ -1,4 +1,4 @@
-"""Copies of what the main script of a message's receiver lacks, under ``zrpc run``.
+"""Copies of what the main script of a receiver lacks, for messages from workers under ``zrpc run``.
 
 Programs that were written for torch know nothing of functions by value. So the receiver asks the
 sender for a copy, instead of having the call fail.

@@ -12,7 +12,7 @@ import gc
 import sys
 from collections import defaultdict
 from functools import partial
-from operator import methodcaller
+from operator import itemgetter, methodcaller
 from threading import get_ident
 from types import FrameType
 
@@ -31,7 +31,7 @@ class _Collection(defaultdict[str, FrameType | None]):
     Ctrl-C that came meanwhile would be raised there, and be lost.
     """
 
-    start = property(methodcaller("__getitem__", "interrupted"))
+    start = property(itemgetter("interrupted"))
     stop = property(methodcaller("clear"))
 
 

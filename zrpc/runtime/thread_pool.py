@@ -362,12 +362,12 @@ class HandlerPool:
             thread = self._idle.pop()
             thread.job = job
             thread.gate.release()
+        elif stack_is_full():
+            return
         else:
             try:
                 if len(self._threads) >= MAX_THREADS:
                     raise RuntimeError(f"there are {MAX_THREADS} threads already")
-                if stack_is_full():
-                    raise RecursionError("the stack of the thread that calls is nearly full")
                 thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
                 thread.start()
             except RuntimeError as error:
