@@ -58,6 +58,17 @@ def test_calls_do_not_import_the_compiler_and_it_compiles_nothing_of_zrpc(tmp_pa
     assert output(COMPILED, tmp_path) == "False 1"
 
 
+FRAMES = """
+import gc, sys
+import zrpc.runtime.garbage_collector
+
+gc.set_threshold(1)
+for _ in range(1000):
+    frames = sys._current_frames()
+print("done")
+"""
+
+
 @pytest.mark.system
 def test_ctrl_c_is_not_lost_in_a_garbage_collection(tmp_path: Path) -> None:
     """Code in C that makes many objects runs the collector between two steps of Python.
@@ -65,6 +76,12 @@ def test_ctrl_c_is_not_lost_in_a_garbage_collection(tmp_path: Path) -> None:
     In the tests' own process there is an audit hook, which would run code of Python in it.
     """
     assert output(COLLECTIONS, tmp_path) == "raised 0\nraised 0"
+
+
+@pytest.mark.system
+def test_a_garbage_collection_in_the_midst_of_a_look_at_all_frames_ends(tmp_path: Path) -> None:
+    """Python holds a lock meanwhile, which only one look at a time may need."""
+    assert output(FRAMES, tmp_path) == "done"
 
 
 def output(program: str, folder: Path) -> str:

@@ -8,12 +8,12 @@ zrpc's locks, as each new RRef does, nor wait for another worker.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 from collections import defaultdict
 from functools import partial
 from operator import itemgetter, methodcaller
-from threading import get_ident
 from types import FrameType
 
 from zrpc.errors import RpcError
@@ -24,8 +24,15 @@ __all__ = ["check", "interrupts_zrpc", "running"]
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
 
 
-class _Collection(defaultdict[str, FrameType | None]):
-    """The frame that the collector has interrupted; empty if it does not run.
+# The address of the frame that this thread runs, which is its `id`; None if it runs none, as a
+# thread of C++. Not `sys._getframe`, which then raises an error, nor `sys._current_frames`: if the
+# collector interrupts that function, another call of it would wait for a lock of its own thread.
+_get_frame = ctypes.PyDLL(None).PyEval_GetFrame
+_get_frame.restype = ctypes.c_void_p
+
+
+class _Collection(defaultdict[str, int | None]):
+    """The `id` of the frame that the collector has interrupted; empty if it does not run.
 
     The collector asks for an attribute with the name of each phase. No code of Python runs then:
     Ctrl-C that came meanwhile would be raised there, and be lost.
@@ -35,10 +42,7 @@ class _Collection(defaultdict[str, FrameType | None]):
     stop = property(methodcaller("clear"))
 
 
-# Looks up the frame of the thread that asks. It has none if C++ started it, and it runs no Python:
-# then `sys._getframe` would raise an error.
-_own_frames = map(dict.get, iter(sys._current_frames, None), iter(get_ident, None))
-running = _Collection(_own_frames.__next__)
+running = _Collection(_get_frame)
 gc.callbacks.append(partial(getattr, running))
 
 
@@ -49,7 +53,7 @@ def interrupts_zrpc() -> bool:
     """
     interrupted = running.get("interrupted")
     frame: FrameType | None = sys._getframe()
-    while frame is not None and frame is not interrupted:  # not found if it is another thread's
+    while frame is not None and id(frame) != interrupted:  # not found if it is another thread's
         frame = frame.f_back
     while frame is not None:
         root = str(frame.f_globals.get("__name__")).partition(".")[0]
