@@ -74,9 +74,12 @@ def tensor_call(i: Any) -> None:
 
 
 def until_all_is_returned(agents: Any) -> None:
-    """Waits until no segment of shared memory is lent, which has no event."""
+    """Waits until no segment of shared memory is lent, which has no event.
+
+    What an error's frames refer to may be in a cycle.
+    """
     pools = [agent.service(SharedMemoryService).pool for agent in agents]
-    until(lambda: not any(pool.lent for pool in pools))
+    until(lambda: not any(pool.lent for pool in pools), "all is returned", collect=True)
 
 
 def shared_call(i: Any) -> None:
