@@ -8,6 +8,6 @@ from zrpc.transport.network import Network
 
 def received(network: Network) -> tuple[bytes, bytes, list[bytes]]:
     """Returns the next message, as bytes."""
-    # ZeroMQ may announce a message of a connection that has just been replaced.
+    # See `Inbox.receive` about a message that is announced only.
     identity, first, buffers = until(lambda: network.receive(SOON), "a message arrives")
     return identity, first, [bytes(buffer) for buffer in buffers]

@@ -374,7 +374,7 @@ class Caller:
             RpcError: the answer might wait for this thread.
         """
         if garbage_collector.running:
-            garbage_collector.check("wait for another worker, though its call is made,")
+            garbage_collector.check()
         ident, gate = threading.get_ident(), call.gate
         call.waiters = (*call.waiters, ident)
         try:

@@ -64,7 +64,7 @@ def interrupts_zrpc() -> bool:
     return False
 
 
-def check(what: str) -> None:
+def check(what: str = "wait for another worker, though its call is made,") -> None:
     """Raises RpcError if this thread must not do ``what``. Ask for `running` first."""
     if interrupts_zrpc():
         raise RpcError(

@@ -120,7 +120,7 @@ def pass_gate(
     if not gate.locked():
         return True
     if garbage_collector.running:
-        garbage_collector.check("wait for another worker, though its call is made,")
+        garbage_collector.check()
     pool = current_pool()
     if pool is not None:
         pool._block()

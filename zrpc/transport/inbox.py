@@ -130,7 +130,7 @@ class Inbox:
 
         Returns:
             The sender's identity, the first frame and the buffers; None if the timeout passed
-            first.
+            first, or if ZeroMQ has announced a message that it does not have.
         """
         messages = self.at_hand
         if messages:
