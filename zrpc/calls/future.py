@@ -151,7 +151,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
                     self._calling.complete(functools.partial(self._complete, call))
                 release_interrupts()
                 raise
-            self._complete(call, held=True)
+            self._complete_here(call, held=True)
         pass_gate(self._gate)
         return constant_of(super().wait) if is_tracing() else super().wait()
 
@@ -164,7 +164,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         """Returns whether there is a value or an error."""
         call = self._call
         if call is not None and call.settled:
-            self._complete(call)
+            self._complete_here(call)
         return self._cancelled or super().done()
 
     def cancel(self) -> bool:
@@ -354,19 +354,26 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         if not call.waiters:
             self._calling.complete(functools.partial(self._complete, call))
 
+    def _complete_here(self, call: PendingCall, held: bool = False) -> None:
+        """Does the same as `_complete`, in a thread of the program.
+
+        If there is little room on its stack, another thread does it: an outcome that is claimed
+        may not be lost.
+        """
+        if not stack_is_full():
+            self._complete(call, held)
+            return
+        try:
+            self._calling.complete(functools.partial(self._complete, call))
+        finally:
+            if held:
+                release_interrupts()
+
     def _complete(self, call: PendingCall, held: bool = False) -> None:
         """Makes the value from the call's outcome, in the first thread that asks.
 
-        If there is little room on its stack, another thread makes it: an outcome that is claimed
-        may not be lost. Ends with signal handlers no longer held back, if they were ``held``.
+        Ends with signal handlers no longer held back, if they were ``held``.
         """
-        if stack_is_full():
-            try:
-                self._calling.complete(functools.partial(self._complete, call))
-            finally:
-                if held:
-                    release_interrupts()
-            return
         if not held:
             hold_interrupts()
         outcome = call.claim()
