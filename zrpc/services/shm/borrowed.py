@@ -103,8 +103,10 @@ class Loans:
             if key not in self._unopened:
                 raise ProtocolError(f"expected the descriptor of segment {number}, found none")
             memory = self._mapped[key] = _map(self._unopened.pop(key))
-        if any(offset + size > len(memory) for offset, size in places):
-            raise ProtocolError(f"expected places within {len(memory)} bytes, found {places}")
+        room = len(memory)
+        if any(offset + size > room for offset, size in places):
+            del memory  # a log record that is kept would keep it mapped, by this frame
+            raise ProtocolError(f"expected places within {room} bytes, found {places}")
         # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
         # the array; made from a memoryview, it may refer to the object below.
         views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
