@@ -151,7 +151,7 @@ class Callee:
         call: tuple[Any, Any, Any],
         sink: ResultSink | None = None,
     ) -> None:
-        """Has a service take over a call, in whose thread no function runs until it says so."""
+        """Gives a call of a marked function to the service that gives its outcome later."""
         self.deferrals[type(deferral)](request, sink or self, deferral, call)
 
     def answer(
