@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from types import FunctionType, MethodType
+from typing import Any, Protocol
 
 from zrpc.actors import ActorOptions
 from zrpc.agent.agent import Agent
@@ -12,7 +15,7 @@ from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "Sink", "do", "make_mailbox"]
+__all__ = ["ActorSink", "Sink", "do", "in_turn", "make_mailbox"]
 
 
 class Sink(Protocol):
@@ -59,6 +62,28 @@ class ActorSink:
             self._sink.fail(request, error)
         finally:
             do(self._mailbox.end(request.scope))
+
+
+def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method which lets the next call begin as its own begins.
+
+    A coroutine does that in its event loop: the others can't overtake it on their way there.
+    """
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return await method(*args, **kwargs)
+
+    function: Any = method
+    if not isinstance(method, (FunctionType, MethodType)):
+        function = inspect.getattr_static(type(method), "__call__", method)
+    return coroutine if inspect.iscoroutinefunction(function) else plain
 
 
 def do(steps: Sequence[Step]) -> None:

@@ -1,7 +1,7 @@
 """Which call of an actor begins next. No I/O: events go in, and what may be done comes out.
 
 An actor has *lanes*: one for all methods that run one at a time (or as many as the actor says),
-and one for each method that is marked `zrpc.concurrent`. A call waits in its lane until fewer calls
+and one for each method that is marked ``zrpc.concurrent``. A call waits in its lane until fewer calls
 than the lane's limit run there.
 
 **Order.** Calls of one worker begin in the order in which they were made, although large messages
@@ -12,10 +12,9 @@ The caller draws the number as the last thing before the message is sent: the ar
 by then, and the call is in the table of calls. Calls to actors don't wait for flow control, so
 nothing lies between the two at which another thread could overtake. A number whose message is not
 sent after all (the call was cancelled in that moment, or there was no memory) is reported by the
-caller, and `Mailbox.skip` counts it as passed. If the owner has read only the head of a message in
+caller, and ``skip`` counts it as passed. If the owner has read only the head of a message in
 chunks, it tells the caller so, which then does the same. A number whose message is lost with a
-connection is found missing by counting (see `zrpc.services.inspection.questions`):
-`Mailbox.on_messages_lost`. If such a message arrives after all, its call is out of order.
+connection is found missing when both sides compare their counts: ``on_messages_lost``. If such a message arrives after all, its call is out of order.
 
 A series lasts as long as the caller has an RRef to the actor, and each call keeps one until it has
 an outcome. So when the next series begins, no call of the one before is waited for any longer.
@@ -72,15 +71,24 @@ _Entry = tuple[Call, int]
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """Calls of which a limited number run at once; 0 means no limit."""
+    """Calls that run at once, in a limited number.
+
+    Attributes:
+        limit: the number; 0 means no limit.
+        ordered: whether the next call begins only after the function of the one before was called.
+            If one runs at a time, it needs no order beside that.
+        starting: the scope of a call whose function was not called yet, in an ordered lane.
+    """
 
     limit: int
+    ordered: bool = False
     running: int = 0
+    starting: Scope | None = None
     waiting: deque[_Entry] = field(default_factory=deque)
 
     @property
     def full(self) -> bool:
-        return 0 < self.limit <= self.running
+        return 0 < self.limit <= self.running or self.starting is not None
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +142,7 @@ class Mailbox:
         # Guards what follows. No other lock is taken while it is held. The threads that take it
         # hold back signal handlers, or run none.
         self._lock = threading.Lock()
-        self._main = _Lane(concurrency)
+        self._main = _Lane(concurrency, ordered=concurrency > 1)
         self._free = _Lane(0)
         self._orders: dict[int, _Order] = {}
         self._running: dict[Any, tuple[_Lane, Request]] = {}
@@ -171,13 +179,25 @@ class Mailbox:
                     return steps
                 else:
                     self._pass(sender, turn, None, steps)
-            if self.stopped is not None or lane.waiting or 0 < lane.limit <= lane.running:
+            busy = 0 < lane.limit <= lane.running or lane.starting is not None
+            if busy or lane.waiting or self.stopped is not None:
                 if (entry := self._entry(call, steps)) is not None:
                     lane.waiting.append(entry)
             else:
                 lane.running += 1
                 self._running[call[0].scope] = lane, call[0]
+                if lane.ordered:
+                    lane.starting = call[0].scope
                 steps.append(call[1])
+        return steps
+
+    def on_begun(self, scope: Scope) -> Sequence[Step]:
+        """Notes that the function of a call is about to be called; if several run at once."""
+        steps: list[Step] = []
+        with self._lock:
+            if self._main.starting is scope:
+                self._main.starting = None
+                self._go_on(self._main, steps)
         return steps
 
     def end(self, scope: Scope) -> Sequence[Step]:
@@ -187,6 +207,8 @@ class Mailbox:
             lane, _ = self._running.pop(scope, (None, None))
             if lane is not None:
                 lane.running -= 1
+                if lane.starting is scope:
+                    lane.starting = None
                 if lane.waiting or self._last is not None:
                     self._go_on(lane, steps)
         return steps
@@ -311,6 +333,8 @@ class Mailbox:
             if not request.scope.cancelled:
                 lane.running += 1
                 self._running[request.scope] = lane, request
+                if lane.ordered:
+                    lane.starting = request.scope
                 steps.append(begin)
 
     def _entry(self, call: Call, steps: list[Step]) -> _Entry | None:

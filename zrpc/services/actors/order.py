@@ -1,6 +1,6 @@
 """The numbers of one worker's calls to one actor, at the caller.
 
-Why they are drawn where they are is in `zrpc.services.actors.mailbox`.
+`zrpc.services.actors.mailbox` gives the reason why they are drawn so late.
 """
 
 from __future__ import annotations
@@ -79,6 +79,12 @@ class CallOrder:
     def died(self, why: str) -> OwnerDied:
         """Returns the error of a call whose callee is lost."""
         return OwnerDied(f"the actor {self.title} on {self._owner} is lost: {why}")
+
+    def gone(self, why: str) -> OwnerDied:
+        """Returns the error of a call that is not made, since the callee is known to be lost."""
+        error = self.died(f"{why}; make it again on a worker that lives")
+        error.executed = False
+        return error
 
 
 def mailbox_is_full(title: str, owner: str, limit: int) -> RpcError:

@@ -373,6 +373,8 @@ class RRef(Generic[T]):
         if self._failure is not None:
             raise _error_of_creation(self._failure)
         if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            if self._order is not None:
+                raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
             raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:

@@ -24,7 +24,7 @@ from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.actors.actor import ActorSink, Sink, do, make_mailbox
+from zrpc.services.actors.actor import ActorSink, Sink, do, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import (
@@ -238,12 +238,13 @@ class RRefService(Service, MessageHooks):
 
     def _answer_in_turn(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch of an actor; in the pool."""
+        mailbox = request.scope.mailbox
         request.scope.begun = True  # for `Mailbox.sweep`
+        do(mailbox.on_begun(request.scope))
         try:
             self._answer_fetch(value, request)
         finally:
-            assert value.mailbox is not None
-            do(value.mailbox.end(request.scope))
+            do(mailbox.end(request.scope))
 
     def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
@@ -286,7 +287,10 @@ class RRefService(Service, MessageHooks):
         content = value.get()
         if args is None:  # it asks whether there is such a method
             return MethodCheck(name), (content,), {}
-        return content if name == ITSELF else getattr(content, name), args, kwargs
+        method = content if name == ITSELF else getattr(content, name)
+        if value.mailbox is not None and value.mailbox.concurrency > 1:
+            method = in_turn(value.mailbox, request, method)
+        return method, args, kwargs
 
     def _on_reference(self, message: Message) -> None:
         sender, batch = message.sender, ReferenceMessage.parse_all(message.body)
