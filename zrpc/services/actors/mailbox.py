@@ -1,7 +1,7 @@
 """Which call of an actor begins next. No I/O: events go in, and what may be done comes out.
 
-An actor has *lanes*: one for all methods that run one at a time (or as many as the actor says),
-and one for each method that is marked ``zrpc.concurrent``. A call waits in its lane until fewer calls
+An actor has *lanes*: one for all methods that run one at a time (or as many as the actor says), and
+one for each method that is marked ``zrpc.concurrent``. A call waits in its lane until fewer calls
 than the lane's limit run there.
 
 **Order.** Calls of one worker begin in the order in which they were made, although large messages
@@ -14,11 +14,12 @@ nothing lies between the two at which another thread could overtake. A number wh
 sent after all (the call was cancelled in that moment, or there was no memory) is reported by the
 caller, and ``skip`` counts it as passed. If the owner has read only the head of a message in
 chunks, it tells the caller so, which then does the same. A number whose message is lost with a
-connection is found missing when both sides compare their counts: ``on_messages_lost``. If such a message arrives after all, its call is out of order.
+connection is found missing when both sides compare their counts: ``on_messages_lost``. If such a
+message arrives after all, its call is out of order.
 
 A series lasts as long as the caller has an RRef to the actor, and each call keeps one until it has
-an outcome. So when the next series begins, no call of the one before is waited for any longer.
-What a lost worker has called is abandoned.
+an outcome. So when the next series begins, no call of the one before is waited for any longer. What
+a lost worker has called is abandoned.
 
 A call that is abandoned while it waits is left out when its turn comes. Its number was passed as it
 arrived, so it leaves no gap.
