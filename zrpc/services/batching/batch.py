@@ -90,7 +90,13 @@ class Batch:
     def defer(self, request: Message) -> None:
         """Does nothing: the calls are deferred already."""
 
-    def hand_over(self, request: Message, deferral: Deferral, call: tuple[Any, Any, Any]) -> None:
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
         """Refuses a function that is marked twice."""
         raise TypeError(f"expected a function that is marked once, found {call[0]!r}")
 
