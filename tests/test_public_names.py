@@ -32,7 +32,7 @@ TORCH_PRIVATE_NAMES = words("""
 """)
 OWN_NAMES = words("""
     AuthenticationError BackwardError Call CallFilter CallbackError NotInitializedError
-    OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError RemoteError
+    OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError Queue QueueClosed RemoteError
     RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
     batched

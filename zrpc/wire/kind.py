@@ -70,6 +70,7 @@ class Kind(IntEnum):
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
     # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
     DEPENDENCIES = 29, Rules(answered=True)
+    TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 
 class Tag(IntEnum):
@@ -84,6 +85,7 @@ class Tag(IntEnum):
     UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
+    RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
 
 

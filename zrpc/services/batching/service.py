@@ -71,7 +71,7 @@ class BatchingService(Service):
         self._set_timer(key)
 
     def _set_timer(self, key: Hashable) -> None:
-        """Has `_look` called when the next run is due, unless that is so already."""
+        """Arranges that `_look` is called when the next run is due."""
         with self._lock:
             gathering = self._gatherings.get(key)
             due = None if gathering is None else gathering.due()

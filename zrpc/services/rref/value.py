@@ -136,7 +136,7 @@ class ValueSink:
         self._callee.defer(request)
 
     def hand_over(self, request: Message, deferral: Deferral, call: tuple[Any, Any, Any]) -> None:
-        """Has a service make the outcome."""
+        """Gives a call to the service that makes its outcome."""
         self._callee.hand_over(request, deferral, call, self)
 
     def answer(self, request: Message, value: Any) -> None:
