@@ -71,7 +71,7 @@ def rows(result: Any, count: int, stack: bool, name: str) -> list[Any]:
         name: of the function, for errors.
 
     Raises:
-        RpcError: the result is not one for this number of calls.
+        RpcError: the result does not have ``count`` parts.
     """
     if stack and not _has_exception(result):
         return _taken_apart(result, count, name)

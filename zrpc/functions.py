@@ -162,8 +162,7 @@ def batched(
     length, they all raise a `zrpc.RpcError`.
 
     Example:
-        >>> import zrpc
-        >>> @zrpc.batched(max_size=64, max_wait=0.001)
+        >>> @batched(max_size=64, max_wait=0.001)
         ... def double(numbers):
         ...     return [2 * number for number in numbers]
         >>> [future.wait() for future in [rpc_async("worker1", double, (n,)) for n in range(3)]]

@@ -151,7 +151,7 @@ class Callee:
         call: tuple[Any, Any, Any],
         sink: ResultSink | None = None,
     ) -> None:
-        """Gives a call to the service that takes over those with its mark."""
+        """Gives a call of a marked function to the service that gives its outcome later."""
         self.deferrals[type(deferral)](request, sink or self, deferral, call)
 
     def answer(

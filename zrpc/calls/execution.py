@@ -32,7 +32,7 @@ class ResultSink(Protocol):
         """Learns that the function returned a future: the result comes later, no thread runs."""
 
     def hand_over(self, request: Message, deferral: Deferral, call: tuple[Any, Any, Any]) -> None:
-        """Gives a call of a marked function to a service, which has the outcome later."""
+        """Gives a call of a marked function to a service, which gives the outcome later."""
 
     def answer(self, request: Message, value: Any) -> Any:
         """Takes the result: of the function, or of its future or coroutine."""

@@ -1,9 +1,9 @@
 """Which calls become a batch, and when. No I/O in here.
 
 Calls wait in the order in which they arrived. A *run* is one call of the function. It is ordered
-when a call has waited for the longest time that it may, or when there are enough calls to fill it.
-It takes its calls only when it begins, which may be later, if all threads are busy. So until then,
-calls may join or leave, and a run whose calls have all left finds none.
+when a call has waited ``max_wait`` seconds, or when there are enough calls to fill it. It takes its
+calls only when it begins, which may be later, if all threads are busy. So until then, calls may
+join or leave, and a run whose calls have all left finds none.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Gathering(Generic[C]):
         return next(islice(self._waiting.values(), covered, None))
 
     def expire(self, now: float) -> bool:
-        """Returns whether a run must be ordered now, since the wait of a call is over."""
+        """Returns whether a run must be ordered now, since one is due."""
         due = self.due()
         return due is not None and due <= now and self._order()
 

@@ -71,7 +71,7 @@ class BatchingService(Service):
         self._set_timer(key)
 
     def _set_timer(self, key: Hashable) -> None:
-        """Arranges that `_look` is called when the next run is due."""
+        """Starts a timer for the next run, unless one runs already."""
         with self._lock:
             gathering = self._gatherings.get(key)
             due = None if gathering is None else gathering.due()

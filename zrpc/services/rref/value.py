@@ -136,7 +136,7 @@ class ValueSink:
         self._callee.defer(request)
 
     def hand_over(self, request: Message, deferral: Deferral, call: tuple[Any, Any, Any]) -> None:
-        """Gives a call to the service that makes its outcome."""
+        """Gives a call of a marked function to a service, which gives the outcome later."""
         self._callee.hand_over(request, deferral, call, self)
 
     def answer(self, request: Message, value: Any) -> None:
