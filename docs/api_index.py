@@ -27,6 +27,7 @@ _MODULES = ("autograd", "optim", "nn", "functions", "backend_registry", "constan
 _TESTING = ("testing",)
 # What other modules of zrpc call: public in Python only.
 _INTERNAL = {"Future.of_call", "Future.on_settled", "RRef.fail"}
+_INTERNAL |= {"Queue.ask", "Queue.give_back", "Queue.leave"}
 # Names of torch's that are the same object under a second name.
 _ALIASES = {
     "PyRRef": "RRef",

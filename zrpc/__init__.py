@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
     from zrpc.services.debugger.debugger import breakpoint as breakpoint
+    from zrpc.services.queue.queue import Queue as Queue
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
     from zrpc.testing.startup import local_mesh as local_mesh
@@ -96,6 +97,7 @@ _NAMES = {
     "zrpc.options": """ProcessGroupRpcBackendOptions RpcBackendOptions
         TensorPipeRpcBackendOptions ZmqRpcBackendOptions""",
     "zrpc.services.debugger.debugger": "breakpoint",
+    "zrpc.services.queue.queue": "Queue",
     "zrpc.services.rref.rref": "PyRRef RRef",
     "zrpc.testing.startup": "local_mesh",
 }

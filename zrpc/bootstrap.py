@@ -46,6 +46,7 @@ from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
+from zrpc.services.queue.service import QueueService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
@@ -66,6 +67,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     DebuggerService,
     MetricsService,
     BatchingService,
+    QueueService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

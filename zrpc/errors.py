@@ -14,6 +14,7 @@
         ├── RemoteError               the callee failed; the message describes it
         ├── BackwardError             a worker's part of a backward pass failed
         ├── CallbackError             a future's callback can't be called (also a TypeError)
+        ├── QueueClosed               a queue takes no more items, or has none left
         ├── OptionError               an option has no such value (also a ValueError)
         └── WorkerDied                the peer is lost (also a ConnectionError)
             └── OwnerDied             the owner of an RRef's value is lost
@@ -37,6 +38,7 @@ __all__ = [
     "OptionError",
     "OwnerDied",
     "ProtocolError",
+    "QueueClosed",
     "RemoteError",
     "RendezvousError",
     "RpcCancelledError",
@@ -140,6 +142,14 @@ class OptionError(RpcError, ValueError):
     """An option or a timeout has a value that is not possible.
 
     ``torch.distributed.rpc`` raises a RuntimeError then.
+    """
+
+
+class QueueClosed(RpcError):
+    """A `zrpc.Queue` was closed: it takes no more items, and those that it had are taken.
+
+    A call that waits for an item also ends with this error once all workers have called
+    ``shutdown``, since no worker will put one.
     """
 
 

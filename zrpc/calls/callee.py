@@ -156,12 +156,16 @@ class Callee:
 
     def answer(
         self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
-    ) -> None:
-        """Answers a request with a value, or with an error if it can't be pickled."""
+    ) -> bool:
+        """Answers a request with a value, or with an error if it can't be pickled.
+
+        Returns:
+            Whether the value was sent, as far as is known here.
+        """
         if request.scope.cancelled:  # nobody waits for it
             self.count(request)
             self.requests.end(request)
-            return
+            return False
         reply = Message(Kind.RESULT, request.call_id)
         encoder = None
         if value is not None or (request.attachments and self._codec.in_context(request)):
@@ -179,8 +183,9 @@ class Callee:
             if encoder is not None:
                 encoder.abort()
             self.answer_error(request, error)
-            return
+            return False
         self.requests.end(request)
+        return True
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Answers a request whose function has failed, and logs the error."""

@@ -55,7 +55,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.wire.kind import METERED, Kind
+from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Message
 
 __all__ = ["Caller", "Receiver"]
@@ -413,7 +413,9 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        self.calls.settle(answer.call_id, answer)
+        call = self.calls.settle(answer.call_id, answer)
+        if answer.attachments and (receipt := answer.attachments.get(Tag.RECEIPT)):
+            receipt(call is not None)
 
     def on_unreadable(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer that can't be read. In the I/O thread."""

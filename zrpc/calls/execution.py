@@ -40,7 +40,7 @@ class ResultSink(Protocol):
     ) -> None:
         """Gives a call of a marked function to a service, which gives the outcome later."""
 
-    def answer(self, request: Message, value: Any) -> None:
+    def answer(self, request: Message, value: Any) -> Any:
         """Takes the result: of the function, or of its future or coroutine."""
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:

@@ -73,6 +73,7 @@ class Kind(IntEnum):
     # Part of the order of a worker's calls to an actor: a number that is not used.
     SKIP = 36
     STOP = 37, Rules(answered=True)  # ends an actor
+    TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 
 class Tag(IntEnum):
@@ -87,6 +88,7 @@ class Tag(IntEnum):
     UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
+    RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
 
 
