@@ -56,6 +56,7 @@ NEIGHBOURS = {
     ("actors", "rref"),
     ("autograd", "rref"),
     ("debugger", "inspection"),
+    ("inspection", "actors"),
     ("inspection", "rref"),
     ("rref", "actors"),
     ("tracing", "autograd"),

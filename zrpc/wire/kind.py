@@ -73,6 +73,8 @@ class Kind(IntEnum):
     # Part of the order of a worker's calls to an actor: a number that is not used.
     SKIP = 36
     STOP = 37, Rules(answered=True)  # ends an actor
+    # Calls that wait for actors of the receiver's are part of a circle, as JSON.
+    CIRCLE = 38, Rules(counted=False)
 
 
 class Tag(IntEnum):
