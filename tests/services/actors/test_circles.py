@@ -10,7 +10,9 @@ import pytest
 import zrpc
 from tests.support.identity import Same
 from tests.support.waiting import SOON
+from zrpc.services.inspection.circles import Circle
 from zrpc.testing import Mesh
+from zrpc.wire.member_id import MemberId
 
 # The calls themselves have no time-out that would end a circle.
 pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 0})
@@ -181,3 +183,11 @@ def test_a_long_wait_that_is_no_circle_is_left_alone(caller: Mesh) -> None:
     assert not waiting.done()
     both.meet()
     assert (running.wait(), waiting.wait()) == ("slow", 1)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[[[1]], 1]", b'[[["a", 1]], ""]', b"\xff"])
+def test_bytes_that_are_no_circle_are_refused(body: bytes) -> None:
+    with pytest.raises(zrpc.RpcError, match="expected a circle of calls"):
+        Circle.parse(body)
+    circle = Circle([(MemberId(1), 2)], "text \ud800")
+    assert Circle.parse(circle.dump()) == circle

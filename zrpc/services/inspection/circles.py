@@ -2,9 +2,8 @@
 
 No I/O in here. A worker that owns an actor looks for circles when calls wait there behind others
 that wait themselves. It begins with a snapshot of itself, and asks the workers that the waits lead
-to, and no others: what they are doing, and whom they wait for in turn. What can't go on then, see
-`zrpc.services.inspection.wait_graph`, stays so: the calls that wait for their turn in the circle
-fail, and so the others go on.
+to, and no others: what they are doing, and for whom they wait in turn. What the wait graph shows as
+stuck then stays so: the calls that wait for their turn in the circle fail, and so the others go on.
 """
 
 from __future__ import annotations
