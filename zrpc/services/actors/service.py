@@ -11,9 +11,10 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ActorStats, Handler, Service
-from zrpc.calls.execution import RequestJob
+from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.function_names import handler_name
 from zrpc.errors import RpcError
+from zrpc.functions import Deferral
 from zrpc.services.actors.actor import ActorSink, Sink, do
 from zrpc.services.rref.messages import RRefId, read_ids
 from zrpc.services.rref.service import RRefService
@@ -153,16 +154,26 @@ class _StopSink:
         """Notes that ``close()`` has returned a future."""
         self._callee.defer(request)
 
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a ``close()`` that is marked to a service, which gives the outcome later."""
+        self._callee.hand_over(request, deferral, call, sink or self)
+
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of ``close()``, which nobody gets."""
         del value
         self._value.end(self._error)
         self._callee.answer(request, None)
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what ``close()`` has raised."""
         self._value.end(self._error)
-        self._callee.fail(request, error)
+        self._callee.fail(request, error, report)
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Takes the error of a stop that never begins."""
