@@ -8,6 +8,7 @@ tells it what happens. A service never sets anything of the agent's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.callee import TakeOver
@@ -20,10 +21,27 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
 
-__all__ = ["ExtensionReader", "Handler", "Service"]
+__all__ = ["ActorStats", "ExtensionReader", "Handler", "Service"]
 
 Handler = Callable[[Message], None]
 ExtensionReader = Callable[[Message, bytes], Any]
+
+
+@dataclass(frozen=True)
+class ActorStats:
+    """The actors of one class on a worker.
+
+    Attributes:
+        number: how many there are.
+        running: how many calls they run.
+        waiting: how many calls wait for their turn.
+        calls: the names of the methods that run.
+    """
+
+    number: int
+    running: int
+    waiting: int
+    calls: list[str]
 
 
 class Service:
@@ -106,6 +124,10 @@ class Service:
 
     def stats(self) -> Mapping[str, int]:
         """Returns numbers for `zrpc.agent.stats.Stats`, by name; it must be quick."""
+        return {}
+
+    def actors(self) -> Mapping[str, ActorStats]:
+        """Returns what there is to know of this worker's actors, by the name of their class."""
         return {}
 
     def on_handler_failed(self, error: BaseException) -> None:

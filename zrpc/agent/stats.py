@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.service import ActorStats
 from zrpc.calls.call_counters import BUCKET_SECONDS, quantile
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.wire.member_id import MemberId
@@ -159,6 +160,7 @@ class Stats:
         rrefs_owned: values that it owns and that are referred to.
         rrefs_held: references that it holds to values of others.
         autograd_contexts: distributed autograd contexts that it takes part in.
+        actors: the actors that it owns, by the name of their class.
         reconnects: connections that were made again.
         messages_lost: messages to it that are known to be lost, and calls for which it is not known
             whether they were.
@@ -185,6 +187,7 @@ class Stats:
     rrefs_owned: int
     rrefs_held: int
     autograd_contexts: int
+    actors: dict[str, ActorStats] = field(default_factory=dict)
     bucket_seconds: list[float] = field(default_factory=partial(list, BUCKET_SECONDS))
 
 
@@ -216,6 +219,7 @@ def take_stats(agent: Agent) -> Stats:
         rrefs_owned=more["rrefs_owned"],
         rrefs_held=more["rrefs_held"],
         autograd_contexts=more["autograd_contexts"],
+        actors={name: each for s in agent.services for name, each in s.actors().items()},
     )
 
 

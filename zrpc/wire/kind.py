@@ -73,6 +73,8 @@ class Kind(IntEnum):
     # Part of the order of a worker's calls to an actor: a number that is not used.
     SKIP = 36
     STOP = 37, Rules(answered=True)  # ends an actor
+    # Calls that wait for actors of the receiver's are part of a circle, as JSON.
+    CIRCLE = 38, Rules(counted=False)
     TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 
@@ -88,8 +90,8 @@ class Tag(IntEnum):
     UNREAD = 7  # answers a request if only its header arrived: its forks have not
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
-    RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
+    RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

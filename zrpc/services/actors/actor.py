@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from zrpc.actors import ActorOptions
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import ResultSink
-from zrpc.functions import Deferral
+from zrpc.functions import DEFERRAL, Deferral
 from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full
 from zrpc.wire.message import Message
@@ -70,8 +70,12 @@ class ActorSink:
 def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method which lets the next call begin as its own begins.
 
-    A coroutine does that in its event loop: the others can't overtake it on their way there.
+    A coroutine does that in its event loop: the others can't overtake it on their way there. A
+    method whose calls are handed over has begun at that.
     """
+    if hasattr(method, DEFERRAL):
+        do(mailbox.on_begun(request.scope))
+        return method
 
     @functools.wraps(method)
     def plain(*args: Any, **kwargs: Any) -> Any:

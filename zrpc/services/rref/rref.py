@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
@@ -196,6 +197,7 @@ class RRef(Generic[T]):
             if self._order is not None:  # the value itself is returned, but in its turn
                 self._ask((READY, None, None), timeout)
             timeout = agent.caller.timeout(timeout)
+            self._wait_here(timeout)
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         if agent.closed:
@@ -219,6 +221,7 @@ class RRef(Generic[T]):
                 "localValue() on user "
                 f"{self._service.agent.worker_info}. Call it on owner {self._owner}"
             )
+        self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -345,6 +348,16 @@ class RRef(Generic[T]):
             holds=self,
             died=OwnerDied,
         )
+
+    def _wait_here(self, timeout: float) -> None:
+        """Waits by a call to this worker, in a handler at the owner, until there is a value.
+
+        So it can be seen what the handler waits for; see `zrpc.services.inspection.wait_graph`.
+        """
+        assert self._value is not None
+        if not self._value.ready and current_scope() is not None:
+            with contextlib.suppress(Exception):  # of what was to make the value, or a time-out
+                self._ask_beside(READY, timeout)
 
     def _ask_async(self, body: Any, timeout: float) -> Any:
         self._check()

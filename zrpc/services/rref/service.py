@@ -105,7 +105,7 @@ class RRefService(Service, MessageHooks):
         self._closed = False
         # The actors that this worker owns, and the order of its calls to actors; both guarded by
         # the lock.
-        self.mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
         self._series = itertools.count(1)
 
@@ -168,7 +168,12 @@ class RRefService(Service, MessageHooks):
         same = (each.mailbox for each in others if each.holds(value))
         owned.mailbox = next(same, None) or make_mailbox(self.agent, options)
         with self.lock:
-            self.mailboxes.add(owned.mailbox)
+            self._mailboxes.add(owned.mailbox)
+
+    def mailboxes(self) -> list[Mailbox]:
+        """Returns those of the actors that this worker owns."""
+        with self.lock:
+            return list(self._mailboxes)
 
     def order_of(self, rref_id: RRefId, title: str, owner: WorkerInfo) -> CallOrder:
         """Returns what numbers this worker's calls to an actor."""
