@@ -53,9 +53,11 @@ FACE = {
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
 # A service may know these others, and no more.
 NEIGHBOURS = {
+    ("actors", "rref"),
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("rref", "actors"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -72,11 +74,11 @@ _SURFACE = {
         future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
         pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """autograd.grad_lock autograd.service batching.service collectives
-        debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
-        inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service queue.service rref.rref rref.service shm.segments shm.service
-        tracing.service""",
+    "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
+        collectives debugger.prompt debugger.service elastic.join elastic.limits
+        inspection.discovery inspection.rates inspection.report inspection.service
+        inspection.snapshot metrics.service queue.service rref.rref rref.service
+        shm.segments shm.service tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
@@ -84,7 +86,7 @@ _SURFACE = {
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
-    "leaves": "batch_values constants errors functions options stand_in torch_internals",
+    "leaves": "actors batch_values constants errors functions options stand_in torch_internals",
 }
 SURFACE = {room: {name.strip(".") for name in names.split()} for room, names in _SURFACE.items()}
 LEAVES = {f"zrpc.{name}" for name in SURFACE["leaves"]}

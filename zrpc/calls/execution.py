@@ -31,7 +31,13 @@ class ResultSink(Protocol):
     def defer(self, request: Message) -> None:
         """Learns that the function returned a future: the result comes later, no thread runs."""
 
-    def hand_over(self, request: Message, deferral: Deferral, call: tuple[Any, Any, Any]) -> None:
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
         """Gives a call of a marked function to a service, which gives the outcome later."""
 
     def answer(self, request: Message, value: Any) -> Any:
@@ -39,6 +45,9 @@ class ResultSink(Protocol):
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error that the execution failed with, and logs it if ``report``."""
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
 
 
 class Execution:

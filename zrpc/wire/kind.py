@@ -70,6 +70,9 @@ class Kind(IntEnum):
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
     # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
     DEPENDENCIES = 29, Rules(answered=True)
+    # Part of the order of a worker's calls to an actor: a number that is not used.
+    SKIP = 36
+    STOP = 37, Rules(answered=True)  # ends an actor
     TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 

@@ -1,0 +1,117 @@
+"""An actor at its owner: its mailbox, and what takes the outcomes of its calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+from zrpc.actors import ActorOptions
+from zrpc.agent.agent import Agent
+from zrpc.calls.execution import ResultSink
+from zrpc.functions import Deferral
+from zrpc.services.actors.mailbox import Mailbox, Step
+from zrpc.services.actors.order import mailbox_is_full
+from zrpc.wire.message import Message
+
+__all__ = ["ActorSink", "Sink", "do", "in_turn", "make_mailbox"]
+
+
+class Sink(ResultSink, Protocol):
+    """Takes the outcomes of calls, and refuses calls."""
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
+
+
+@dataclass(slots=True, eq=False)
+class ActorSink:
+    """Passes outcomes on, and then lets the next calls of the actor begin.
+
+    An answer is packed before that: the next call may change what it refers to.
+    """
+
+    _mailbox: Mailbox
+    _sink: Sink
+
+    def defer(self, request: Message) -> None:
+        """Notes that the outcome comes later."""
+        self._sink.defer(request)
+
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a call of a marked function to a service, which gives the outcome later.
+
+        From then on the call doesn't count as one that runs: the next one may begin.
+        """
+        self._sink.hand_over(request, deferral, call, sink or self)
+        do(self._mailbox.end(request.scope))
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that a service has taken over, and that never begins."""
+        self._sink.refuse(request, error)
+
+    def answer(self, request: Message, value: object) -> None:
+        """Takes the result of a call."""
+        try:
+            self._sink.answer(request, value)
+        finally:
+            for step in self._mailbox.end(request.scope):
+                step()
+
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
+        """Takes the error of a call."""
+        try:
+            self._sink.fail(request, error, report)
+        finally:
+            do(self._mailbox.end(request.scope))
+
+
+def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method which lets the next call begin as its own begins.
+
+    A coroutine does that in its event loop: the others can't overtake it on their way there.
+    """
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return await method(*args, **kwargs)
+
+    function: Any = method
+    if not isinstance(method, (FunctionType, MethodType)):
+        function = inspect.getattr_static(type(method), "__call__", method)
+    return coroutine if inspect.iscoroutinefunction(function) else plain
+
+
+def do(steps: Sequence[Step]) -> None:
+    """Does what a mailbox has returned."""
+    for step in steps:
+        step()
+
+
+def make_mailbox(agent: Agent, options: ActorOptions) -> Mailbox:
+    """Returns the mailbox of an actor that this worker owns."""
+    limit, owner = agent.options.max_bytes_in_flight, agent.worker_info.name
+    mailbox = Mailbox(
+        options.title,
+        options.concurrency,
+        options.beside,
+        limit,
+        lambda mailbox: mailbox_is_full(mailbox.title, owner, limit),
+    )
+    mailbox.sink = ActorSink(mailbox, agent.callee)
+    return mailbox
