@@ -78,9 +78,8 @@ _SURFACE = {
     "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
         collectives debugger.prompt debugger.service elastic.join elastic.limits
         inspection.discovery inspection.rates inspection.report inspection.service
-    inspection.snapshot metrics.service queue.service rref.rref rref.service shm.segments
-    shm.service
-        tracing.service""",
+        inspection.snapshot metrics.service queue.service rref.rref rref.service
+        shm.segments shm.service tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import uuid
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from zrpc.batch_values import Columns, rows
 from zrpc.errors import OptionError
@@ -14,6 +14,7 @@ from zrpc.errors import OptionError
 __all__ = ["async_execution", "batched"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_R = TypeVar("_R")
 
 # torch sets this attribute; programs that test for it find it here too.
 _ASYNC_MARK = "_wrapped_async_rpc_function"
@@ -117,6 +118,31 @@ class Batching(Deferral):
         return row
 
 
+class _OfLists(Protocol):
+    """The decorator for functions that return lists."""
+
+    @overload
+    def __call__(
+        self, fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
+    ) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+    @overload
+    def __call__(self, fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
+
+
+@overload
+def batched(
+    fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
+) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+@overload
+def batched(fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
+@overload
+def batched(
+    *, max_size: int = ..., max_wait: float = ..., stack: Literal[False] = ...
+) -> _OfLists: ...
+@overload
+def batched(
+    *, max_size: int = ..., max_wait: float = ..., stack: bool
+) -> Callable[[_F], Callable[..., Any]]: ...
 def batched(
     fn: Any = None, /, *, max_size: int = 32, max_wait: float = 0.002, stack: bool = False
 ) -> Any:

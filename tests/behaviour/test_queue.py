@@ -49,6 +49,35 @@ def test_items_leave_in_the_order_in_which_they_came(shared: Mesh, owner: int) -
     assert rref.rpc_sync().empty()
 
 
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_puts_of_one_worker_keep_their_order(shared: Mesh, owner: int) -> None:
+    rref = rpc.remote(owner, rpc.Queue)
+    given = [torch.zeros(1 << 17) if number % 10 == 0 else number for number in range(100)]
+    puts = [rref.rpc_async().put((number, each)) for number, each in enumerate(given)]
+    taken: list[int] = []
+    while len(taken) < 100:
+        taken += [number for number, _ in rref.rpc_sync().get_batch(7)]
+    assert taken == list(range(100))
+    rpc.wait_all(puts)
+
+
+def test_a_queue_that_is_stopped(items: Any, shared: Mesh) -> None:
+    waiting = items.rpc_async().get()
+    until(lambda: busy(shared) == 1)
+    rref = rpc.remote(1, rpc.Queue)
+    rref.ready(timeout=SOON)
+    future = rref.rpc_async().get()
+    until(lambda: busy(shared) == 2)
+    rref.stop()
+    with pytest.raises(rpc.QueueClosed) as info:
+        future.wait()
+    assert info.value.executed is False
+    with pytest.raises(rpc.RpcError, match="the actor Queue on worker1 was stopped"):
+        rref.rpc_sync().put(1)
+    items.rpc_sync().put("other")
+    assert waiting.wait() == "other"
+
+
 def test_a_get_waits_for_an_item_and_takes_no_thread(items: Any, shared: Mesh) -> None:
     futures = [items.rpc_async().get() for _ in range(40)]
     batch = items.rpc_async().get_batch(3)

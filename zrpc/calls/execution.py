@@ -46,6 +46,9 @@ class ResultSink(Protocol):
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error that the execution failed with, and logs it if ``report``."""
 
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
+
 
 class Execution:
     """One call of a function on behalf of a caller; a job for a thread of the pool.

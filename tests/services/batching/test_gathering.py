@@ -82,6 +82,16 @@ def test_each_call_is_taken_once_and_in_time(
     assert len(set(watched.taken)) == len(watched.taken)
 
 
+def test_runs_for_all_that_wait_can_be_ordered_at_once() -> None:
+    gathering: Gathering[int] = Gathering(max_size=2, max_wait=9.0)
+    ordered = sum(gathering.add(number, 0.0) for number in range(5))
+    assert ordered == 2
+    assert gathering.order_all() == 1
+    assert [gathering.take() for _ in range(3)] == [[0, 1], [2, 3], [4]]
+    assert gathering.idle
+    assert gathering.order_all() == 0
+
+
 def test_while_a_run_waits_for_a_thread_calls_join_it() -> None:
     gathering: Gathering[str] = Gathering(max_size=3, max_wait=1.0)
     assert not gathering.add("a", 0.0)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from zrpc.actors import ActorOptions
 from zrpc.agent.agent import Agent
@@ -17,14 +17,7 @@ from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "Sink", "do", "in_turn", "make_mailbox"]
-
-
-class Sink(ResultSink, Protocol):
-    """Takes the outcomes of calls, and refuses calls."""
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that never begins."""
+__all__ = ["ActorSink", "do", "in_turn", "make_mailbox"]
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +28,7 @@ class ActorSink:
     """
 
     _mailbox: Mailbox
-    _sink: Sink
+    _sink: ResultSink
 
     def defer(self, request: Message) -> None:
         """Notes that the outcome comes later."""
@@ -48,8 +41,16 @@ class ActorSink:
         call: tuple[Any, Any, Any],
         sink: ResultSink | None = None,
     ) -> None:
-        """Gives a call of a marked function to a service, which gives the outcome later."""
+        """Gives a call of a marked function to a service, which gives the outcome later.
+
+        From then on the call doesn't count as one that runs: the next one may begin.
+        """
         self._sink.hand_over(request, deferral, call, sink or self)
+        do(self._mailbox.end(request.scope))
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that a service has taken over, and that never begins."""
+        self._sink.refuse(request, error)
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of a call."""

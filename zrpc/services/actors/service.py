@@ -15,7 +15,7 @@ from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.function_names import handler_name
 from zrpc.errors import RpcError
 from zrpc.functions import Deferral
-from zrpc.services.actors.actor import ActorSink, Sink, do
+from zrpc.services.actors.actor import ActorSink, do
 from zrpc.services.rref.messages import RRefId, read_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -146,7 +146,7 @@ class _StopSink:
         error: of what is asked of the actor from then on.
     """
 
-    _callee: Sink
+    _callee: ResultSink
     _value: OwnedValue
     _error: BaseException
 

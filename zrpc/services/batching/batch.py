@@ -68,14 +68,17 @@ class Batch:
 
     Args:
         calls: those whose callers still wait; at least one.
+        ended: called once all of them have their outcomes.
     """
 
-    def __init__(self, calls: Sequence[BatchedCall]) -> None:
+    def __init__(self, calls: Sequence[BatchedCall], ended: Callable[[], None]) -> None:
         self._calls = calls
+        self._ended = ended
         self.context = calls[0].context
         # No worker has sent this one.
         self.request = Message(calls[0].request.kind)
         self.request.scope = _BatchScope([call.request.scope for call in calls])
+        self.request.scope.mailbox = calls[0].request.scope.mailbox
 
     def resolve(self) -> tuple[Any, Any, Any]:
         """Returns the function, and the arguments of all calls; these let go of them."""
@@ -112,6 +115,7 @@ class Batch:
         for call, row in zip(self._calls, found, strict=True):
             give = call.sink.fail if isinstance(row, BaseException) else call.sink.answer
             self._each(partial(give, call.request, row))
+        self._ended()
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what the function has raised, for all calls; it is logged once."""
@@ -120,6 +124,11 @@ class Batch:
             own = error if report else copied(error, error.__cause__)
             self._each(partial(call.sink.fail, call.request, own, report))
             report = False
+        self._ended()
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a batch that never begins, for all calls."""
+        self.fail(request, error, False)
 
     def _each(self, give: Callable[[], None]) -> None:
         """Gives a call its outcome; whatever fails, the others get theirs."""

@@ -64,6 +64,13 @@ class Gathering(Generic[C]):
         due = self.due()
         return due is not None and due <= now and self._order()
 
+    def order_all(self) -> int:
+        """Returns how many runs must be ordered now to take all calls."""
+        before = self._ordered
+        while self._order():
+            pass
+        return self._ordered - before
+
     def take(self) -> list[C]:
         """Begins an ordered run; returns its calls, the oldest first."""
         self._ordered -= 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
+from zrpc.actors import actor
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.errors import OptionError, RpcCancelledError, RpcError
 from zrpc.functions import DEFERRAL, Deferral
@@ -75,13 +76,16 @@ def _checked(timeout: float | None) -> float | None:
     return timeout
 
 
+@actor
 class Queue(Generic[T]):
     """A queue of items between workers, first in, first out.
 
     Make it by `zrpc.remote`, pass its RRef around, and call its methods through that:
-    ``queue.rpc_sync().put(item)``. A call that waits takes no thread of the owner. It is also
-    bounded by the timeout of the call, 60 seconds by default; pass ``queue.rpc_sync(timeout=0)`` to
-    wait without limit. In a coroutine, ``await queue.rpc_async().get()``.
+    ``queue.rpc_sync().put(item)``. It is an actor, so calls of one worker begin in the order in
+    which it made them, and `RRef.stop` ends it. A call that waits takes no thread of the owner and
+    holds up no other one. It is also bounded by the timeout of the call, 60 seconds by default;
+    pass ``queue.rpc_sync(timeout=0)`` to wait without limit. In a coroutine, use
+    ``await queue.rpc_async().get()``.
 
     A call that is cancelled or times out, or whose worker dies, takes no item: an item that was
     sent to it goes back to the front. So each item has at most one taker. Items stay when the

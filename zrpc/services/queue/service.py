@@ -88,7 +88,11 @@ class QueueService(Service):
         self._used_at = now = time.monotonic()
         waiter.due = NEVER if waiter.timeout is None else now + waiter.timeout
         self._waiting[waiter] = queue
-        if queue.ask(waiter):
+        at_once = queue.ask(waiter)
+        if (mailbox := request.scope.mailbox) is not None:
+            for step in mailbox.end(request.scope):  # the next call need not wait for the answer
+                step()
+        if at_once:
             self._waiting.pop(waiter, None)
             self._answer(request, sink, queue, waiter)
             return
@@ -147,6 +151,9 @@ class QueueService(Service):
         self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter
     ) -> None:
         """Answers a call; in a thread of the pool."""
+        if isinstance(waiter.error, QueueClosed):
+            sink.refuse(request, waiter.error)  # the call may be made again, to another queue
+            return
         if waiter.error is not None:
             sink.fail(request, waiter.error, False)  # an empty queue is nothing to log
             return

@@ -17,14 +17,14 @@ from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob
+from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.actors.actor import ActorSink, Sink, do, in_turn, make_mailbox
+from zrpc.services.actors.actor import ActorSink, do, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import (
@@ -266,7 +266,7 @@ class RRefService(Service, MessageHooks):
         self._run_method(request, self.find_value(rref_id), self.agent.callee, turn)
 
     def _run_method(
-        self, request: Message, value: OwnedValue, sink: Sink, turn: Sequence[tuple[int, int]]
+        self, request: Message, value: OwnedValue, sink: ResultSink, turn: Sequence[tuple[int, int]]
     ) -> None:
         scope = request.scope or self.agent.callee.requests.accept(request)
         resolve = partial(self._resolve_method, request, value)
