@@ -72,7 +72,7 @@ _SURFACE = {
         future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
         pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """autograd.grad_lock autograd.service collectives
+    "zrpc.services": """autograd.grad_lock autograd.service batching.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
         metrics.service rref.rref rref.service shm.segments shm.service tracing.service""",
@@ -83,7 +83,7 @@ _SURFACE = {
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
-    "leaves": "constants errors functions options stand_in torch_internals",
+    "leaves": "batch_values constants errors functions options stand_in torch_internals",
 }
 SURFACE = {room: {name.strip(".") for name in names.split()} for room, names in _SURFACE.items()}
 LEAVES = {f"zrpc.{name}" for name in SURFACE["leaves"]}

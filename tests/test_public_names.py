@@ -35,6 +35,7 @@ OWN_NAMES = words("""
     OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError RemoteError
     RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
+    batched
     breakpoint collect_all current_call get_worker_infos is_initialized local_mesh
     on_worker_joined on_worker_lost session span set_rpc_timeout spawn stats trace wait_all
     world_size

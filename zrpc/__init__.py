@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from zrpc.calls.future_group import wait_all as wait_all
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
+    from zrpc.functions import batched as batched
     from zrpc.launch.processes import spawn as spawn
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.mesh import all_gather as all_gather
@@ -84,6 +85,7 @@ _NAMES = {
     "zrpc.calls.future_group": "as_completed collect_all wait_all",
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
+    "zrpc.functions": "batched",
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined

@@ -38,6 +38,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.autograd.service import AutogradService
+from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
@@ -62,6 +63,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     TracingService,
     DebuggerService,
     MetricsService,
+    BatchingService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

@@ -212,6 +212,7 @@ class Agent:
             self.dispatcher.register(kind, handler)
         for tag, reader in service.extension_readers().items():
             self.dispatcher.register_extension(tag, reader)
+        self.callee.deferrals.update(service.deferrals())
 
     def service(self, kind: type[S]) -> S:
         """The service of this type.

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any
 
+from zrpc.calls.callee import TakeOver
 from zrpc.calls.message_hooks import MessageHooks
+from zrpc.functions import Deferral
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -51,6 +53,14 @@ class Service:
 
         What a reader returns is `Message.attachments` [tag], for handlers and for the code that
         unpickles the message.
+        """
+        return {}
+
+    def deferrals(self) -> Mapping[type[Deferral], TakeOver]:
+        """Returns what takes over the calls of marked functions, by the type of the mark.
+
+        It is called in the thread that has unpickled the call, and gives the outcome to the sink at
+        any time, in any thread of the pool.
         """
         return {}
 

@@ -116,7 +116,7 @@ class _Work:
         if scope.thread and not scope.started:  # it is counted before the answer is sent
             return "being answered"
         if scope.deferred:
-            return f"waiting {started} for the future that its function has returned"
+            return f"waiting {started} for {scope.outcome_from}"
         if scope.started:
             what = asked_for(handler_name(request), request.kind)
             return f"running `{what}` {started}{self._waits(scope)}"
