@@ -67,7 +67,7 @@ _SURFACE = {
         garbage_collector green_threads interrupts leader_follower processor_time resource_limits
         switch_interval thread_errors thread_pool torch_modes""",
     "zrpc.wire": "cut exceptions graph_capture kind member_id message pickling unpickling",
-    "zrpc.transport": "address chunks curve identity listener_probe network",
+    "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
         launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",

@@ -45,6 +45,8 @@ _FRESH_SECONDS = 3.0
 # answers to this many of the latest questions count: a large message may be ahead of them.
 _MAX_PATIENCE_SECONDS = 8.0
 _MAX_UNANSWERED = 8
+# A peer is silent that has not answered for this time.
+_SILENT_SECONDS = 3.0
 # Where a call stands that the callee does not have.
 _MISSING = "unknown: it was answered meanwhile, or is lost"
 
@@ -199,6 +201,14 @@ class Questions:
         if len(asked.unanswered) > _MAX_UNANSWERED:
             del asked.unanswered[min(asked.unanswered)]
         return number, asked.unanswered[number]
+
+    def silent(self, now: float) -> set[MemberId]:
+        """Returns the peers that have not answered for some seconds."""
+        return {
+            member
+            for member, asked in self._questions.items()
+            if asked.unanswered and now - asked.asked_at >= _SILENT_SECONDS
+        }
 
     def take_answer(
         self, member: MemberId, number: int, answer: Standings, now: float

@@ -23,6 +23,7 @@ from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.services.inspection.actor_circles import WAITS, ActorCircles
+from zrpc.services.inspection.black_holes import BlackHoles
 from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
@@ -62,6 +63,7 @@ class InspectionService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.rules = Questions()
+        self._black_holes = BlackHoles(agent)
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
@@ -82,6 +84,7 @@ class InspectionService(Service):
     @override
     def on_member_lost(self, member: MemberId) -> None:
         self.rules.forget(member)
+        self._black_holes.forget(member)
 
     @override
     def explain(self, member: MemberId, call_id: int = 0) -> str:
@@ -91,12 +94,13 @@ class InspectionService(Service):
             state = ""
         name = self.agent.callees.describe(member)
         text = self.rules.describe(member, call_id, name, state, time.monotonic())
-        return text and f"; {text}"
+        return "".join(f"; {each}" for each in (text, self._black_holes.explain(member)) if each)
 
     @override
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        self._black_holes.close()
         self._sender.close(self.agent.graceful_shutdown.timing.join)
 
     # -- what this worker asks -----------------------------------------------------------
@@ -106,6 +110,7 @@ class InspectionService(Service):
         """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
         self._ask_callees(now)
+        self._black_holes.look(self.rules.silent(now), now)
         self._sender.relieve()
         if self._listener is not None:
             self._listener.admit()
