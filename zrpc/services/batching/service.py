@@ -133,7 +133,7 @@ class BatchingService(Service):
                 self._tidy(key)
 
     def _order(self, key: _Key, gathering: Gathering[BatchedCall]) -> None:
-        """Has a run begin when there is a thread for it, and in an actor when it is its turn."""
+        """Starts a run when there is a thread for it, and in an actor when it is its turn."""
         run = self.agent.receiver.run
         if key.mailbox is None:
             run(partial(self._run, key, gathering, _nothing))
@@ -189,7 +189,7 @@ class BatchingService(Service):
 
     @override
     def tick(self) -> None:
-        """Has those refused that wait for a batch of an actor which was stopped."""
+        """Refuses the calls that wait for a batch of an actor which was stopped."""
         with self._lock:
             stopped = [
                 (key, gathering)
