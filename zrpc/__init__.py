@@ -46,6 +46,10 @@ if TYPE_CHECKING:
     from zrpc.calls.future_group import wait_all as wait_all
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
+    from zrpc.groups import each as each
+    from zrpc.groups import group as group
+    from zrpc.groups import share as share
+    from zrpc.groups import split as split
     from zrpc.launch.processes import spawn as spawn
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.mesh import all_gather as all_gather
@@ -84,6 +88,7 @@ _NAMES = {
     "zrpc.calls.future_group": "as_completed collect_all wait_all",
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
+    "zrpc.groups": "each group share split",
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
@@ -96,8 +101,11 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Without the modules: a star import would hide names such as `errors` or `options` of a program.
-__all__ = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
+# Without the modules.
+_PUBLIC = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
+# A star import would hide what a program has under these names, or under those of the modules.
+_NOT_FOR_STAR = {"each", "group", "share", "split"}
+__all__ = [name for name in _PUBLIC if name not in _NOT_FOR_STAR]
 
 
 def __getattr__(name: str) -> Any:
@@ -116,4 +124,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_NAMES["zrpc"].split(), "__version__"})
+    return sorted({*globals(), *_PUBLIC, *_NAMES["zrpc"].split(), "__version__"})

@@ -30,6 +30,8 @@ from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
+from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.group import RRefGroup, WorkerGroup
 from zrpc.services.rref.rref import RRef
 from zrpc.wire.kind import Kind
 
@@ -197,8 +199,24 @@ def rpc_sync(
 def rpc_sync(
     to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
+@overload
 def rpc_sync(
-    to: To,
+    to: WorkerGroup,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> list[T]: ...
+@overload
+def rpc_sync(
+    to: WorkerGroup,
+    func: Function[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> list[T]: ...
+def rpc_sync(
+    to: To | WorkerGroup,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -207,7 +225,8 @@ def rpc_sync(
     """Runs ``func(*args, **kwargs)`` on another worker, and waits for its result.
 
     Args:
-        to: the worker's name, rank or `WorkerInfo`; it may be this worker.
+        to: the worker's name, rank or `WorkerInfo`; it may be this worker. Or a group of workers,
+            see `zrpc.group`.
         func: any callable: a torch operator, a function, a class, a bound method, a lambda or
             closure, a TorchScript function, an ``async def`` function, or one marked with
             `zrpc.functions.async_execution`.
@@ -217,7 +236,7 @@ def rpc_sync(
             is never longer than the handler's own caller still waits.
 
     Returns:
-        What ``func`` returned.
+        What ``func`` returned; for a group, a list of that in the group's order.
 
     Raises:
         RpcTimeoutError: it took longer; ``func`` may still be running.
@@ -226,6 +245,7 @@ def rpc_sync(
         NotInitializedError: this process is not a worker.
         ValueError: ``to`` is neither name, rank nor WorkerInfo.
         RpcError: there is no such worker.
+        GroupError: some members of a group have failed.
         Exception: the error that ``func`` raised, with its own type; its cause is a `RemoteError`
             with the remote traceback.
 
@@ -237,8 +257,10 @@ def rpc_sync(
 
     See also ``torch.distributed.rpc.rpc_sync``.
     """
-    agent = current_agent()
     body = _body(func, args, kwargs)
+    if isinstance(to, WorkerGroup):
+        return to.call(body, timeout)
+    agent = current_agent()
     return agent.caller.call(agent.membership.find(to), Kind.CALL, body, timeout)
 
 
@@ -250,8 +272,24 @@ def rpc_async(
 def rpc_async(
     to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
+@overload
 def rpc_async(
-    to: To,
+    to: WorkerGroup,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> GroupFuture[T]: ...
+@overload
+def rpc_async(
+    to: WorkerGroup,
+    func: Function[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> GroupFuture[T]: ...
+def rpc_async(
+    to: To | WorkerGroup,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -263,7 +301,8 @@ def rpc_async(
     ``max_bytes_in_flight``.
 
     Arguments and errors are those of `rpc_sync`; the future raises the errors that come after the
-    call is sent. If nobody asks the future for its value, its error is logged.
+    call is sent. If nobody asks the future for its value, its error is logged. For a group, it is a
+    future of the list, and its ``parts`` are one future for each member.
 
     Example:
         >>> futures = [rpc_async("worker1", torch.mul, args=(torch.ones(1), i)) for i in range(3)]
@@ -272,11 +311,13 @@ def rpc_async(
 
     See also ``torch.distributed.rpc.rpc_async``.
     """
-    agent = current_agent()
     body = _body(func, args, kwargs)
-    future: Future[Any] = agent.caller.call_async(
-        agent.membership.find(to), Kind.CALL, body, timeout
-    )
+    future: Future[Any]
+    if isinstance(to, WorkerGroup):
+        future = to.call_async(body, timeout)
+    else:
+        agent = current_agent()
+        future = agent.caller.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
     futures = getattr(_collected, "futures", None)
     if futures is not None:
         futures.append(future)
@@ -291,17 +332,34 @@ def remote(
 def remote(
     to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> RRef[T]: ...
+@overload
 def remote(
-    to: To,
+    to: WorkerGroup,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> RRefGroup[T]: ...
+@overload
+def remote(
+    to: WorkerGroup,
+    func: Function[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+) -> RRefGroup[T]: ...
+def remote(
+    to: To | WorkerGroup,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[Any]:
+) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker, and returns an `RRef` at once.
 
     The result stays on that worker, its owner. Arguments are those of `rpc_sync`. If the function
-    fails, or takes longer than ``timeout``, you get the error when you use the RRef.
+    fails, or takes longer than ``timeout``, you get the error when you use the RRef. For a group,
+    it returns a group of RRefs.
 
     Example:
         >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
@@ -310,8 +368,10 @@ def remote(
 
     See also ``torch.distributed.rpc.remote``.
     """
-    agent = current_agent()
     body = _body(func, args, kwargs)
+    if isinstance(to, WorkerGroup):
+        return to.create(body, timeout)
+    agent = current_agent()
     return RRef._create(agent, agent.membership.find(to), body, timeout)
 
 

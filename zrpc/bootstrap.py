@@ -42,6 +42,7 @@ from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
+from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
@@ -56,6 +57,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
+    GroupService,
     AutogradService,
     InspectionService,
     Collectives,

@@ -20,6 +20,7 @@ from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "CallStats",
+    "GroupStats",
     "HandlerStats",
     "PeerStats",
     "Stats",
@@ -86,6 +87,22 @@ class TrafficStats:
 
     bytes_sent: int = 0
     bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """The arguments of this worker's calls of groups that several members get.
+
+    Attributes:
+        bytes_packed: of these arguments, each once.
+        bytes_sent: of what left this worker for them: once for all members on this host that read
+            it in shared memory, once for each other host, and once for each member otherwise.
+        bytes_handed_on: of what this worker got for a group and handed on to members on its host.
+    """
+
+    bytes_packed: int = 0
+    bytes_sent: int = 0
+    bytes_handed_on: int = 0
 
 
 @dataclass(frozen=True)
@@ -164,6 +181,7 @@ class Stats:
             whether they were.
         heartbeats_missed: how often a peer did not answer heartbeats in time, or its connection
             broke.
+        groups: of calls of groups.
     """
 
     name: str
@@ -186,6 +204,7 @@ class Stats:
     rrefs_held: int
     autograd_contexts: int
     bucket_seconds: list[float] = field(default_factory=partial(list, BUCKET_SECONDS))
+    groups: GroupStats = GroupStats()
 
 
 def take_stats(agent: Agent) -> Stats:
@@ -216,6 +235,9 @@ def take_stats(agent: Agent) -> Stats:
         rrefs_owned=more["rrefs_owned"],
         rrefs_held=more["rrefs_held"],
         autograd_contexts=more["autograd_contexts"],
+        groups=GroupStats(
+            more["group_bytes_packed"], more["group_bytes_sent"], more["group_bytes_handed_on"]
+        ),
     )
 
 

@@ -266,11 +266,15 @@ class RRef(Generic[T]):
         )
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
-        self._check()
         name, _, _ = body
         if name not in self._methods:
             self._ask((name, None, None), timeout)
             self._methods |= {name}
+        return self._ask_for_value(body, timeout)
+
+    def _ask_for_value(self, body: Any, timeout: float) -> RRef[Any]:
+        """Asks a method of the value for another value, which stays at the owner."""
+        self._check()
         return self._create(self._service.agent, self._owner, body, timeout, self)
 
     def _check(self) -> None:
@@ -390,6 +394,8 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
             f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
             f"the worker that has it ({service.agent.worker_info})"
         )
+    if message.holes is not None:
+        return message.holes.leave_out(rref)
     owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
     fork = Fork(rref._rref_id, service.new_id(), owner, parent)
     with service.lock:  # also for the second step: or the fork would not be undone
