@@ -49,7 +49,7 @@ the commands, their options and the environment variables.
 
 def page() -> str:
     """Returns the text of the page."""
-    names = {name: getattr(zrpc, name) for name in zrpc.__all__}
+    names = {name: getattr(zrpc, name) for name in zrpc._PUBLIC}
     errors = {name: value for name, value in names.items() if _is_error(value)}
     others = {name: value for name, value in names.items() if name not in errors}
     parts = [

@@ -45,6 +45,7 @@ FACE = {
     "zrpc.autograd",
     "zrpc.backend_registry",
     "zrpc.bootstrap",
+    "zrpc.groups",
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
@@ -56,6 +57,8 @@ NEIGHBOURS = {
     ("actors", "rref"),
     ("autograd", "rref"),
     ("debugger", "inspection"),
+    ("groups", "rref"),
+    ("groups", "shm"),
     ("inspection", "actors"),
     ("inspection", "rref"),
     ("rref", "actors"),
@@ -66,19 +69,20 @@ _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
         garbage_collector green_threads interrupts leader_follower processor_time resource_limits
         switch_interval thread_errors thread_pool torch_modes""",
-    "zrpc.wire": "cut exceptions graph_capture kind member_id message pickling unpickling",
+    "zrpc.wire": "cut exceptions graph_capture kind member_id message parts pickling unpickling",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
         launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",
     "zrpc.calls": """call_counters callee callees caller cancel_scope codec execution function_names
-        future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
-        pending_calls recorder""",
+        future future_error future_group last_calls main_copies message_hooks open_telemetry outbox
+        pending_call pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
-        collectives debugger.prompt debugger.service elastic.join elastic.limits
-        inspection.discovery inspection.rates inspection.report inspection.service
-        inspection.snapshot metrics.service queue.service rref.rref rref.service
+        collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
+        groups.future groups.gathering groups.group groups.service inspection.discovery
+        inspection.rates inspection.report inspection.service inspection.snapshot
+        metrics.service queue.service rref.rref rref.service
         shm.segments shm.service tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",

@@ -31,8 +31,9 @@ TORCH_PRIVATE_NAMES = words("""
     _get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
 """)
 OWN_NAMES = words("""
-    AuthenticationError BackwardError Call CallFilter CallbackError NotInitializedError OptionError
-    OwnerDied ProcessGroupRpcBackendOptions ProtocolError Queue QueueClosed RemoteError actor
+    AuthenticationError BackwardError Call CallFilter CallbackError GroupError NotInitializedError
+    OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError Queue QueueClosed RemoteError
+    actor
     RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
     batched

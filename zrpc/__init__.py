@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
     from zrpc.functions import batched as batched
+    from zrpc.groups import each as each
+    from zrpc.groups import group as group
+    from zrpc.groups import share as share
+    from zrpc.groups import split as split
     from zrpc.launch.processes import spawn as spawn
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.mesh import all_gather as all_gather
@@ -90,6 +94,7 @@ _NAMES = {
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
     "zrpc.functions": "batched",
+    "zrpc.groups": "each group share split",
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
@@ -103,14 +108,11 @@ _NAMES = {
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Without the modules: a star import would hide names such as `errors` or `options` of a program.
-# For the same reason without names of other people's modules.
-_NOT_STARRED = {"concurrent"}
-__all__ = sorted(
-    name
-    for name in _HOME
-    if _HOME[name] != "zrpc" and not name.startswith("_") and name not in _NOT_STARRED
-)
+# Without the modules.
+_PUBLIC = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
+# A star import would hide what a program has under these names, or under those of the modules.
+_NOT_FOR_STAR = {"concurrent", "each", "group", "share", "split"}
+__all__ = [name for name in _PUBLIC if name not in _NOT_FOR_STAR]
 
 
 def __getattr__(name: str) -> Any:
@@ -129,4 +131,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_NOT_STARRED, *_NAMES["zrpc"].split(), "__version__"})
+    return sorted({*globals(), *_PUBLIC, *_NAMES["zrpc"].split(), "__version__"})

@@ -44,6 +44,7 @@ from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
+from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.queue.service import QueueService
@@ -60,6 +61,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
     ActorService,
+    GroupService,
     AutogradService,
     InspectionService,
     Collectives,

@@ -21,6 +21,7 @@ from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "CallStats",
+    "GroupStats",
     "HandlerStats",
     "PeerStats",
     "Stats",
@@ -87,6 +88,20 @@ class TrafficStats:
 
     bytes_sent: int = 0
     bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """The arguments of this worker's calls of groups that several members get.
+
+    Attributes:
+        bytes_packed: of these arguments, each once.
+        bytes_sent: of what left this worker for them: once for all members on this host that read
+            it in shared memory, and once for each other member.
+    """
+
+    bytes_packed: int = 0
+    bytes_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -166,6 +181,7 @@ class Stats:
             whether they were.
         heartbeats_missed: how often a peer did not answer heartbeats in time, or its connection
             broke.
+        groups: of calls of groups.
     """
 
     name: str
@@ -189,6 +205,7 @@ class Stats:
     autograd_contexts: int
     actors: dict[str, ActorStats] = field(default_factory=dict)
     bucket_seconds: list[float] = field(default_factory=partial(list, BUCKET_SECONDS))
+    groups: GroupStats = GroupStats()
 
 
 def take_stats(agent: Agent) -> Stats:
@@ -220,6 +237,7 @@ def take_stats(agent: Agent) -> Stats:
         rrefs_held=more["rrefs_held"],
         autograd_contexts=more["autograd_contexts"],
         actors={name: each for s in agent.services for name, each in s.actors().items()},
+        groups=GroupStats(more["group_bytes_packed"], more["group_bytes_sent"]),
     )
 
 

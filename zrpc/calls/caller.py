@@ -58,7 +58,7 @@ from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Caller", "Receiver"]
+__all__ = ["CallOptions", "Caller", "Receiver"]
 
 T = TypeVar("T")
 

@@ -91,6 +91,7 @@ class Tag(IntEnum):
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
+    COMMON = 16  # the shared segments that other messages name as well, and where in them
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
 
 
