@@ -46,6 +46,7 @@ from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
+from zrpc.services.streams.service import StreamService
 from zrpc.services.tracing.service import TracingService
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
@@ -56,6 +57,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
+    StreamService,
     AutogradService,
     InspectionService,
     Collectives,

@@ -167,7 +167,9 @@ class Callee:
             return
         self.requests.end(request)
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(
+        self, request: Message, error: BaseException, extensions: Extensions = ()
+    ) -> None:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
@@ -176,7 +178,7 @@ class Callee:
                 self.report_failure(error)
         finally:  # also if there is no memory for the log
             uncalled = request.scope.function is None and was_not_executed(error)
-            self.answer_error(request, error, UNCALLED if uncalled else ())
+            self.answer_error(request, error, UNCALLED if uncalled else extensions)
 
     def on_unreadable(self, request: Message, error: Exception) -> None:
         """Answers a request whose handler has failed. In the I/O thread."""

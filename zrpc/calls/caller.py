@@ -205,6 +205,28 @@ class Caller:
 
         self._begin(call, message, follow)
 
+    def call_in_parts(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        follow: Callable[[PendingCall, Message], T],
+        **options: Unpack[CallOptions],
+    ) -> T:
+        """Sends a request whose answer is preceded by other messages, and returns what takes them.
+
+        That is made by ``follow(call, message)``, before the message is sent. The other arguments
+        are those of `call_async`.
+
+        Raises:
+            RpcError: in a finalizer that has interrupted zrpc, see `garbage_collector`.
+        """
+        if garbage_collector.running:
+            garbage_collector.check("open a stream")
+        call, message = self._pack(to, kind, obj, timeout, **options)
+        return self._begin(call, message, partial(follow, call, message))
+
     def _begin(self, call: PendingCall, message: Message, follow: Callable[[], T]) -> T:
         """Submits a call that no thread waits for yet; returns what ``follow()`` does."""
         try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,8 @@ class CancelScope:
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
         hops: of the request; see `zrpc.calls.last_calls`.
+        in_steps: whether the handler is a generator: it runs in `thread`, unless that is 0.
+        on_cancel: called once the scope is cancelled, if the handler has begun; it must be quick.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -70,6 +73,8 @@ class CancelScope:
     in_task = False
     task: Any = None
     hops = 0
+    in_steps = False
+    on_cancel: Callable[[], None] | None = None
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.
     _gate: threading.Lock | None = None
@@ -122,6 +127,8 @@ class CancelScope:
                 task.get_loop().call_soon_threadsafe(task.cancel)
         for child in children:
             child.cancel()
+        if self.on_cancel is not None:
+            self.on_cancel()
         return False
 
     def adopt(self, child: PendingCall) -> bool:

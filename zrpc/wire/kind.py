@@ -70,6 +70,10 @@ class Kind(IntEnum):
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
     # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
     DEPENDENCIES = 29, Rules(answered=True)
+    # A call of a generator; its items come before its answer.
+    STREAM = 44, Rules(answered=True, metered=True, droppable=True)
+    ITEMS = 45  # a batch of the items of a stream
+    CREDIT = 46  # what the caller has received of a stream, and so how far it may run
 
 
 class Tag(IntEnum):
@@ -85,6 +89,7 @@ class Tag(IntEnum):
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
+    STREAM = 26  # of the answer of a stream: the number of batches before it; of its request: limits
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import (
     NotInitializedError,
     OwnerDied,
@@ -21,7 +22,7 @@ from zrpc.errors import (
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId, RRefId, pack_id
-from zrpc.services.rref.service import BackwardOfValue, RRefService
+from zrpc.services.rref.service import BackwardOfValue, MakesStreams, RRefService
 from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
@@ -230,6 +231,30 @@ class RRef(Generic[T]):
         """
         return _Proxy(self._ask_remotely, timeout)
 
+    def rpc_stream(
+        self,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        prefetch: int = DEFAULT_PREFETCH,
+        deadline: float = 0,
+    ) -> Any:
+        """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
+
+        Args:
+            timeout: seconds that an item may take, while the reader waits for it; 0 means no limit.
+                Default: the default timeout of all calls.
+            prefetch: the number of items that the generator may be ahead of its reader.
+            deadline: seconds for the whole stream; 0 means no limit.
+
+        Example:
+            >>> class Model:
+            ...     def generate(self, prompt):
+            ...         yield from prompt.split()
+            >>> model = remote("worker1", Model)
+            >>> list(model.rpc_stream().generate("one by one"))
+            ['one', 'by', 'one']
+        """
+        return _Proxy(partial(self._ask_for_items, prefetch, deadline), timeout)
+
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward pass with the value, a scalar tensor, as its root.
 
@@ -263,6 +288,19 @@ class RRef(Generic[T]):
         extension = Tag.SUBJECT, pack_id(*self._rref_id)
         return self._service.caller.call_async(
             self._owner, Kind.METHOD, body, timeout, extension=extension, holds=self, died=OwnerDied
+        )
+
+    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+        self._check()
+        return self._service.agent.service(MakesStreams).open(  # type: ignore[type-abstract]
+            self._owner,
+            body,
+            timeout,
+            prefetch,
+            deadline,
+            extension=(Tag.SUBJECT, pack_id(*self._rref_id)),
+            holds=self,
+            died=OwnerDied,
         )
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
+from zrpc.calls.caller import CallOptions
 from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
@@ -35,7 +36,7 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["BackwardOfValue", "RRefService"]
+__all__ = ["BackwardOfValue", "Call", "MakesStreams", "RRefService", "Resolve"]
 
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
@@ -49,6 +50,11 @@ _LISTING_SECONDS = 5.0
 _FREED_REMEMBERED = 4096
 
 
+# A function, its arguments and its keyword arguments; and what returns them.
+Call = tuple[Any, Any, Any]
+Resolve = Callable[[], Call]
+
+
 class BackwardOfValue(ABC):
     """A service of the same agent that runs backward passes from the value of an RRef."""
 
@@ -57,6 +63,29 @@ class BackwardOfValue(ABC):
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
         """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
+
+
+class MakesStreams(ABC):
+    """A service of the same agent that makes streams."""
+
+    @abstractmethod
+    def open(
+        self,
+        to: WorkerInfo,
+        body: Any,
+        timeout: float,
+        prefetch: int,
+        deadline: float,
+        **options: Unpack[CallOptions],
+    ) -> Any:
+        """Calls a generator, and returns its stream; see `zrpc.rpc_stream`.
+
+        Args:
+            to: the worker.
+            body: the function or the method's name, args and kwargs.
+            timeout, prefetch, deadline: as for `zrpc.rpc_stream`.
+            **options: see `CallOptions`.
+        """
 
 
 class RRefService(Service, MessageHooks):
@@ -189,16 +218,36 @@ class RRefService(Service, MessageHooks):
             self.agent.callee.answer(request, content)
 
     def _on_method(self, request: Message) -> None:
-        value = self._find_value(*request.attachment(Tag.SUBJECT))
-        self._run_method(request, value, self.agent.callee)
+        self.run_method(request, self.agent.callee)
 
-    def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
+    def run_method(
+        self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None
+    ) -> None:
+        """Runs a method of the value that a request is about. In the I/O thread.
+
+        Args:
+            request: the request.
+            sink: takes the outcome.
+            wrap: returns what runs instead; it is given what returns the method and its arguments.
+        """
+        value = self._find_value(*request.attachment(Tag.SUBJECT))
+        self._run_method(request, value, sink, wrap)
+
+    def _run_method(
+        self,
+        request: Message,
+        value: OwnedValue,
+        sink: ResultSink,
+        wrap: Callable[[Resolve], Call] | None = None,
+    ) -> None:
         scope = self.agent.callee.requests.accept(request)
-        resolve = partial(self._resolve_method, request, value)
+        resolve: Resolve = partial(self._resolve_method, request, value)
+        if wrap is not None:
+            resolve = partial(wrap, resolve)
         # No thread waits for a value that is still to be made.
         value.when_ready(partial(self.agent.callee.on_call, request, sink, resolve), scope)
 
-    def _resolve_method(self, request: Message, value: OwnedValue) -> tuple[Any, Any, Any]:
+    def _resolve_method(self, request: Message, value: OwnedValue) -> Call:
         name, args, kwargs = self.agent.codec.unpack(request)
         content = value.get()
         method = content if name == ITSELF else getattr(content, name)
