@@ -56,7 +56,8 @@ class CancelScope:
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
         hops: of the request; see `zrpc.calls.last_calls`.
-        in_steps: whether the handler is a generator: it runs in `thread`, unless that is 0.
+        in_steps: whether the handler is a generator, which may run in one thread after another.
+        rests: whether that generator holds no thread, until its items are read.
         on_cancel: called once the scope is cancelled, if the handler has begun; it must be quick.
     """
 
@@ -74,6 +75,7 @@ class CancelScope:
     task: Any = None
     hops = 0
     in_steps = False
+    rests = False
     on_cancel: Callable[[], None] | None = None
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import pickle
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
@@ -39,9 +40,9 @@ logger = logging.getLogger(__name__)
 
 # After this time a generator leaves its thread to other handlers, if there are any.
 _SLICE_SECONDS = 0.02
-# Values up to this length are packed in the thread of the event loop, if they are plain.
+_PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
+# Of these, values up to this length are packed in the thread of the event loop.
 _SMALL_LENGTH = 1 << 12
-_PLAIN_TYPES = (str, int, float, bool, bytes, type(None))
 
 
 class Producer:
@@ -115,18 +116,23 @@ class Producer:
     def _rest(self) -> bool:
         """Sends what is left, and returns whether this thread must leave the generator."""
         self._send()
+        self._scope.rests = True  # first: another thread may run it as soon as it rests
         with self._lock:
-            return self.outflow.rest()
+            rests = self._scope.rests = self.outflow.rest()
+        return rests
 
-    def _add(self, value: Any) -> None:
-        """Packs an item, and sends it or keeps it for the next batch."""
-        encoder = self._agent.codec.answer_encoder(self._request)
+    def _add(self, value: Any) -> Step:
+        """Packs an item, and sends it or keeps it for the next batch; returns the next step."""
         item = Message(Kind.ITEMS)
-        encoder.pack(value, item)
+        if type(value) in _PLAIN_TYPES:  # no reducer, no hook, and the generator can't change it
+            item.body = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        else:
+            self._agent.codec.answer_encoder(self._request).pack(value, item)
         with self._lock:
-            due = self.outflow.add(item)
+            due, step = self.outflow.add(item), self.outflow.next_step()
         if due:
             self._send()
+        return step
 
     def _send(self) -> None:
         """Sends all items that wait."""
@@ -192,6 +198,7 @@ class PlainProducer(Producer):
 
     def _run(self, _: Message) -> None:
         """Runs the generator until it must rest, in a thread of the pool."""
+        self._scope.rests = False
         while True:
             try:
                 with torch._C._InferenceMode(self._inference):
@@ -214,8 +221,9 @@ class PlainProducer(Producer):
         """Makes items until none may be made; returns how to go on, None if it must rest."""
         generator, until = self._generator, monotonic() + _SLICE_SECONDS
         try:
-            while (step := self._next_step()) is Step.GO:
-                self._add(next(generator))
+            step = self._next_step()
+            while step is Step.GO:
+                step = self._add(next(generator))
                 if monotonic() > until:
                     return self._go_on
         except StopIteration:
@@ -279,6 +287,7 @@ class AsyncProducer(Producer):
                 self._wake = partial(_tell, loop, woken)
                 if self._rest():
                     await woken
+                    self._scope.rests = False
                 continue
             if monotonic() > until:  # others of this loop have their turn, if it never waits
                 await asyncio.sleep(0)
