@@ -48,6 +48,7 @@ FACE = {
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
+    "zrpc.streams",
 }
 # What goes by value in a pickle.
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
@@ -56,6 +57,7 @@ NEIGHBOURS = {
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("streams", "rref"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -75,7 +77,8 @@ _SURFACE = {
     "zrpc.services": """autograd.grad_lock autograd.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service rref.rref rref.service shm.segments shm.service tracing.service""",
+        metrics.service rref.rref rref.service shm.segments shm.service
+        streams.service streams.stream tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

@@ -167,9 +167,7 @@ class Callee:
             return
         self.requests.end(request)
 
-    def fail(
-        self, request: Message, error: BaseException, extensions: Extensions = ()
-    ) -> None:
+    def fail(self, request: Message, error: BaseException, extensions: Extensions = ()) -> None:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))

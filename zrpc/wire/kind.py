@@ -89,7 +89,7 @@ class Tag(IntEnum):
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
-    STREAM = 26  # of the answer of a stream: the number of batches before it; of its request: limits
+    STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

@@ -83,7 +83,9 @@ class MakesStreams(ABC):
         Args:
             to: the worker.
             body: the function or the method's name, args and kwargs.
-            timeout, prefetch, deadline: as for `zrpc.rpc_stream`.
+            timeout: as for `zrpc.rpc_stream`.
+            prefetch: the same.
+            deadline: the same.
             **options: see `CallOptions`.
         """
 

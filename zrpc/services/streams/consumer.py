@@ -224,7 +224,7 @@ class Consumer:
         return False
 
     def _will_wake(self, wake: Callable[[], object]) -> bool:
-        """Has ``wake`` called when there may be items; False if there may be some now."""
+        """Calls ``wake`` when there may be items; returns False if there may be some now."""
         with self._lock:
             ready = self._inflow.over or self._inflow.first() is not None
             if self.items or (ready and not self._opening):

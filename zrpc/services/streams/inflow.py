@@ -97,7 +97,7 @@ class Inflow:
         return self._ready[0] if self._ready else None
 
     def open(self, count: int) -> None:
-        """Takes out the first batch, which had so many items; the program takes the first now."""
+        """Takes out the first batch, which had this number of items."""
         batch = self._ready.popleft()
         self._freed += batch.nbytes
         self._opened += count

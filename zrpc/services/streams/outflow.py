@@ -107,7 +107,9 @@ class Outflow:
         """
         if not self._unsent:
             return None
-        alone = len(self._unsent) > 1 and bool(self._unsent[-1].buffers or self._unsent[-1].extensions)
+        alone = len(self._unsent) > 1 and bool(
+            self._unsent[-1].buffers or self._unsent[-1].extensions
+        )
         items, self._unsent = (
             (self._unsent[:-1], self._unsent[-1:]) if alone else (self._unsent, [])
         )

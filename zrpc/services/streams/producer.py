@@ -107,7 +107,7 @@ class Producer:
 
     @abstractmethod
     def _go_on(self) -> None:
-        """Has the generator run on."""
+        """Lets the generator run on."""
 
     def _next_step(self) -> Step:
         with self._lock:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Mapping, Sequence, Sized
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Generator,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from dataclasses import dataclass
 from functools import partial
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
@@ -18,7 +26,13 @@ from zrpc.calls.caller import CallOptions
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
 from zrpc.calls.pending_call import PendingCall
-from zrpc.errors import NotInitializedError, OptionError, RpcError, SerializationError, has_shut_down
+from zrpc.errors import (
+    NotInitializedError,
+    OptionError,
+    RpcError,
+    SerializationError,
+    has_shut_down,
+)
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.service import Call, MakesStreams, Resolve, RRefService
@@ -37,6 +51,7 @@ __all__ = ["StreamService"]
 
 # Once all workers have called shutdown, a stream that nobody has read for this time is closed.
 _UNREAD_SECONDS = 1.0
+
 
 class StreamService(Service, MakesStreams):
     """The streams of one worker, from both sides.
@@ -78,7 +93,9 @@ class StreamService(Service, MakesStreams):
         **options: Unpack[CallOptions],
     ) -> Stream[Any]:
         if not isinstance(prefetch, int) or prefetch < 1:
-            raise OptionError(f"prefetch must be a number of items, at least 1, but got {prefetch!r}")
+            raise OptionError(
+                f"prefetch must be a number of items, at least 1, but got {prefetch!r}"
+            )
         caller = self.agent.caller
         limits = prefetch, self.agent.options.max_bytes_in_flight
         seconds = caller.timeout(timeout)

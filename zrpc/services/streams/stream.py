@@ -32,9 +32,12 @@ class Stream(Generic[R]):
     them. A Stream can't be pickled.
 
     Example:
-        >>> with rpc_stream("worker1", map_squares, args=([1, 2, 3],)) as squares:
-        ...     next(squares), list(squares)
-        (1, [4, 9])
+        >>> def squares(n):
+        ...     for number in range(n):
+        ...         yield number * number
+        >>> with rpc_stream("worker1", squares, args=(4,)) as stream:
+        ...     next(stream), list(stream)
+        (0, [1, 4, 9])
     """
 
     __slots__ = ("__weakref__", "_consumer", "_drop", "_take")
@@ -86,10 +89,11 @@ class Stream(Generic[R]):
         It does not wait for that. Items that were not read are dropped.
 
         Example:
-            >>> squares = rpc_stream("worker1", map_squares, args=([1, 2, 3],))
-            >>> squares.close()
-            >>> list(squares)
-            []
+            >>> def numbers():
+            ...     yield from range(10**9)
+            >>> stream = rpc_stream("worker1", numbers)
+            >>> next(stream), stream.close(), list(stream)
+            (0, None, [])
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
             self._drop(self._consumer)
