@@ -49,6 +49,7 @@ FACE = {
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
+    "zrpc.streams",
 }
 # What goes by value in a pickle.
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
@@ -62,6 +63,7 @@ NEIGHBOURS = {
     ("inspection", "actors"),
     ("inspection", "rref"),
     ("rref", "actors"),
+    ("streams", "rref"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -74,16 +76,16 @@ _SURFACE = {
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
         launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",
-    "zrpc.calls": """call_counters callee callees caller cancel_scope codec execution function_names
-        future future_error future_group last_calls main_copies message_hooks open_telemetry outbox
-        pending_call pending_calls recorder""",
+    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec execution
+        function_names future future_error future_group last_calls main_copies message_hooks
+        open_telemetry outbox pending_call pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
         collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
         groups.future groups.gathering groups.group groups.service inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service queue.service rref.rref rref.service
-        shm.segments shm.service tracing.service""",
+        metrics.service queue.service rref.rref rref.service shm.segments shm.service
+        streams.service streams.stream tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

@@ -33,13 +33,12 @@ TORCH_PRIVATE_NAMES = words("""
 OWN_NAMES = words("""
     AuthenticationError BackwardError Call CallFilter CallbackError GroupError NotInitializedError
     OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError Queue QueueClosed RemoteError
-    actor
-    RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
+    RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError Stream actor
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
     batched
     breakpoint collect_all current_call get_worker_infos is_initialized local_mesh
-    on_worker_joined on_worker_lost session span set_rpc_timeout spawn stats trace wait_all
-    world_size
+    on_worker_joined on_worker_lost rpc_stream session span set_rpc_timeout spawn stats trace
+    wait_all world_size
 """)
 REQUIRED = inspect.Parameter.empty
 

@@ -75,6 +75,8 @@ if TYPE_CHECKING:
     from zrpc.services.queue.queue import Queue as Queue
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
+    from zrpc.streams import Stream as Stream
+    from zrpc.streams import rpc_stream as rpc_stream
     from zrpc.testing.startup import local_mesh as local_mesh
 
     __version__: str
@@ -104,6 +106,7 @@ _NAMES = {
     "zrpc.services.debugger.debugger": "breakpoint",
     "zrpc.services.queue.queue": "Queue",
     "zrpc.services.rref.rref": "PyRRef RRef",
+    "zrpc.streams": "Stream rpc_stream",
     "zrpc.testing.startup": "local_mesh",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -50,6 +50,7 @@ from zrpc.services.metrics.service import MetricsService
 from zrpc.services.queue.service import QueueService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
+from zrpc.services.streams.service import StreamService
 from zrpc.services.tracing.service import TracingService
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
@@ -62,6 +63,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     plug_in_rrefs,
     ActorService,
     GroupService,
+    StreamService,
     AutogradService,
     InspectionService,
     Collectives,

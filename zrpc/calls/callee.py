@@ -187,7 +187,13 @@ class Callee:
         self.requests.end(request)
         return True
 
-    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
+    def fail(
+        self,
+        request: Message,
+        error: BaseException,
+        report: bool = True,
+        extensions: Extensions = (),
+    ) -> None:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
@@ -196,7 +202,7 @@ class Callee:
                 self.report_failure(error)
         finally:  # also if there is no memory for the log
             uncalled = request.scope.function is None and was_not_executed(error)
-            self.answer_error(request, error, UNCALLED if uncalled else ())
+            self.answer_error(request, error, UNCALLED if uncalled else extensions)
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Answers a request whose function is never called."""

@@ -52,12 +52,13 @@ class CancelScope:
         outcome_from: what it comes from, for people.
         call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
-        call_id: the caller's number of the call.
         function: the function that the caller asked for, once it is unpickled.
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
         hops: of the request; see `zrpc.calls.last_calls`.
         mailbox: of the actor that it calls; None if it calls none.
+        in_steps: whether the handler is a generator, which may run in one thread after another.
+        rests: whether that generator holds no thread, until its items are read.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -75,6 +76,8 @@ class CancelScope:
     task: Any = None
     hops = 0
     mailbox: Any = None
+    in_steps = False
+    rests = False
     _children: set[PendingCall] | None = None
     _on_cancel: Callable[[], object] | None = None
     # Opens when the scope is cancelled; made by the first wait.

@@ -84,7 +84,8 @@ class _Work:
     def _runs(self, request: Message) -> bool:
         """Returns whether a thread runs a request, and does not wait for another worker."""
         scope: CancelScope = request.scope
-        left = scope.deferred or scope.in_task or id(request) in self._coming
+        left = scope.rests or (scope.deferred and not scope.in_steps)
+        left = left or scope.in_task or id(request) in self._coming
         return bool(scope.started) and not left and not any(map(waiters_of, scope.children()))
 
     def load(self) -> str:
@@ -126,7 +127,9 @@ class _Work:
             return f"waiting {started} for the event loop to begin it"
         if scope.thread and not scope.started:  # it is counted before the answer is sent
             return "being answered"
-        if scope.deferred:
+        if scope.rests:
+            return f"a generator that began {started[4:]} ago, and rests until its items are read"
+        if scope.deferred and not scope.in_steps:
             return f"waiting {started} for {scope.outcome_from}"
         if scope.started:
             what = asked_for(handler_name(request), request.kind)
@@ -290,7 +293,9 @@ def _state(agent: Agent) -> str:
         return "at a breakpoint"
     if agent.graceful_shutdown.phase >= Phase.BEGUN:
         return "leaving"
-    oldest = agent.caller.calls.oldest()
+    # A stream may be read for as long as its worker lives.
+    calls = (call for call in agent.caller.calls.in_flight() if call.kind != Kind.STREAM)
+    oldest = next(calls, None)
     limit = agent.options.warn_after or DEFAULT_WARN_AFTER_SEC
     if oldest is not None and time.monotonic() - oldest.begun >= limit:
         return "stuck"

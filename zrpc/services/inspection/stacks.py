@@ -118,7 +118,7 @@ def _handlers(agent: Agent) -> dict[int, Message]:
             loop = agent.event_loop.thread
             if loop is not None and asyncio.current_task(task.get_loop()) is task:
                 found[loop.ident or 0] = request
-        elif not (scope.deferred or inspect.iscoroutinefunction(scope.function)):
+        elif scope.in_steps or not (scope.deferred or inspect.iscoroutinefunction(scope.function)):
             found[scope.thread] = request
     found.pop(0, None)  # not begun
     return found

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
-from zrpc.calls.caller import CallOptions
+from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import (
     NotInitializedError,
     OwnerDied,
@@ -23,14 +24,15 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
-from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId, RRefId, pack_id
+from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
+from zrpc.services.rref.forks import reduce_rref
+from zrpc.services.rref.messages import Fork, ForkId, RRefId, pack_id
 from zrpc.services.rref.proxy import Proxy
-from zrpc.services.rref.service import BackwardOfValue, RRefService
+from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import encoder, register_reducer
-from zrpc.wire.unpickling import decoder
+from zrpc.wire.pickling import register_reducer
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -247,6 +249,30 @@ class RRef(Generic[T]):
         """
         return Proxy(self._ask_remotely, timeout)
 
+    def rpc_stream(
+        self,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        prefetch: int = DEFAULT_PREFETCH,
+        deadline: float = 0,
+    ) -> Any:
+        """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
+
+        Args:
+            timeout: seconds that an item may take, while the reader waits for it; 0 means no limit.
+                Default: the default timeout of all calls.
+            prefetch: the number of items that the generator may be ahead of its reader.
+            deadline: seconds for the whole stream; 0 means no limit.
+
+        Example:
+            >>> class Model:
+            ...     def generate(self, prompt):
+            ...         yield from prompt.split()
+            >>> model = remote("worker1", Model)
+            >>> list(model.rpc_stream().generate("one by one"))
+            ['one', 'by', 'one']
+        """
+        return Proxy(partial(self._ask_for_items, prefetch, deadline), timeout)
+
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward pass with the value, a scalar tensor, as its root.
 
@@ -353,6 +379,13 @@ class RRef(Generic[T]):
         about["order"] = self._order
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 
+    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+        self._check()
+        about = self._about()
+        about["order"] = self._order
+        streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
+        return streams.open(self._owner, body, timeout, prefetch, deadline, **about)
+
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
         name, _, _ = body
         if name not in self._methods:
@@ -394,7 +427,7 @@ class RRef(Generic[T]):
         raise RpcError(f"expected a call that sends {self}, but got torch's pickler")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
+        return reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
 
 
 # In torch, the base of RRef, and the class of RRefs from `remote` or from another worker.
@@ -406,33 +439,4 @@ def plug_in(agent: Agent) -> RRefService:
     return RRefService(agent, RRef._of_fork)
 
 
-def _reduce_rref(rref: RRef[Any]) -> Any:
-    message = encoder()
-    service = rref._service
-    if message is None or message.owner is not service.agent:
-        raise RpcError(
-            f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
-            f"the worker that has it ({service.agent.worker_info})"
-        )
-    if message.holes is not None:
-        return message.holes.leave_out(rref)
-    owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
-    fork = Fork(rref._rref_id, service.new_id(), owner, parent)
-    with service.lock:  # also for the second step: or the fork would not be undone
-        service.references.fork(fork, message.destination)
-        message.undo(lambda: service.cancel_fork(fork))
-    forks = message.extension(Tag.FORKS)
-    forks.extend(fork.pack())
-    place = len(forks) // FORK_SIZE - 1
-    return _receive_rref, (place,) if rref._order is None else (place, rref._order.title)
-
-
-def _receive_rref(index: int, actor: str = "") -> Any:
-    attachments = decoder().message.attachments or {}
-    _, rref = attachments[Tag.FORKS][index]
-    if actor and rref._order is None:
-        rref._order = rref._service.order_of(rref._rref_id, actor, rref._owner)
-    return rref
-
-
-register_reducer(RRef, _reduce_rref)
+register_reducer(RRef, reduce_rref)
