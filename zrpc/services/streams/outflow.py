@@ -2,8 +2,8 @@
 
 No I/O in here. The producer may be ahead of its consumer by a number of items, and by the bytes of
 flow control. At its limit it *rests*, until credit for more has come. The thread that runs the
-generator leaves it by ``rest()``, and the one that finds ``wake()`` true lets it run on. So there is always
-one thread, or none, that runs it.
+generator leaves it by ``rest()``, and the one that finds ``wake()`` true lets it run on. So there
+is always one thread, or none, that runs it.
 
 An item is sent at once if nothing else is on the way, or if it has buffers that the generator may
 change. Otherwise it waits until what was sent has arrived, and is sent with those that were made
