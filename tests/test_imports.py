@@ -57,6 +57,7 @@ NEIGHBOURS = {
     ("debugger", "inspection"),
     ("inspection", "rref"),
     ("tracing", "autograd"),
+    ("weights", "shm"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
 _SURFACE = {
@@ -75,7 +76,8 @@ _SURFACE = {
     "zrpc.services": """autograd.grad_lock autograd.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service rref.rref rref.service shm.segments shm.service tracing.service""",
+        metrics.service rref.rref rref.service shm.segments shm.service tracing.service
+        weights.layout weights.publisher weights.service weights.subscriber""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

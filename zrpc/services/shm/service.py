@@ -3,7 +3,8 @@
 The sender copies the large buffers of a message into a segment of its own, and the message says
 where. The receiver maps the segment, and its tensors are views of it. When they are freed it
 returns the segment, to be used again: with the next message to the sender, often the answer, or
-else by a message of its own. So there is one copy in and none out.
+else by a message of its own. So there is one copy in and none out. What the sender holds in a
+segment is not even copied in, however many peers it is sent to.
 
 A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
 it. If the peer has no room for it, and if the pool is full, frames are used.
@@ -18,16 +19,17 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.holds import Holds
 from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -59,6 +61,7 @@ class SharedMemoryService(Service, MessageHooks):
     Attributes:
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
+        holds: what this worker holds in its segments.
         idle_seconds: how long a free segment is kept for the next message.
         sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
@@ -77,6 +80,7 @@ class SharedMemoryService(Service, MessageHooks):
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory)
         self.loans = Loans()
+        self.holds = Holds()
         # The notes to send to each member. Guarded by the lock.
         self._notes: dict[MemberId, bytes] = {}
         self.sent_bytes = self.received_bytes = 0
@@ -152,12 +156,28 @@ class SharedMemoryService(Service, MessageHooks):
             return
         if not membership.reaches_by_ipc(member):
             return
+        lent = self._lend_held(message.buffers, sizes, member) if self.holds else None
+        if lent is None:
+            lent = self._lend_copy(message.buffers, sizes, member)
+        if lent is None:
+            return  # there was no memory, the peer was lost, or this service is closed
+        number, offsets = lent
+        with self._lock:
+            self.sent_bytes += sum(sizes)
+        message.buffers = ()
+        places = b"".join(map(_PLACE.pack, offsets, sizes))
+        message.extensions = [*message.extensions, (Tag.SHARED, _NUMBER.pack(number) + places)]
+
+    def _lend_copy(
+        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
+    ) -> tuple[int, list[int]] | None:
+        """Copies buffers into a segment that is lent; returns its number and their offsets."""
         lent = self._lend(sizes, member)
         if lent is None:
-            return
+            return None
         segment, offsets = lent
         try:
-            for buffer, offset in zip(message.buffers, offsets, strict=True):
+            for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
         except BaseException as error:
             with self._lock:
@@ -167,37 +187,92 @@ class SharedMemoryService(Service, MessageHooks):
         finally:
             with self._lock:
                 there = self.pool.written(segment)
-                self.sent_bytes += sum(sizes) if there else 0
-        if not there:
-            return  # there was no memory, the peer was lost, or this service is closed
-        message.buffers = ()
-        places = b"".join(map(_PLACE.pack, offsets, sizes))
-        data = _NUMBER.pack(segment.number) + places
-        message.extensions = [*message.extensions, (Tag.SHARED, data)]
+        return (segment.number, offsets) if there else None
 
     def _lend(self, sizes: list[int], member: MemberId) -> tuple[Segment, list[int]] | None:
-        """Lends a segment, see `SegmentPool.lend`, whose descriptor the peer has got or will get.
-
-        Returns None if the peer is lost, since it would keep the segment, or has no room for the
-        descriptor.
-        """
-        network, membership = self.agent.network, self.agent.membership
+        """Lends a free segment, see `SegmentPool.lend`, unless the peer can't have it."""
         with self._lock:
             # Under the lock: a peer is marked as lost before `on_member_lost` takes back
             # what it was lent.
-            if member in membership.lost:
+            if member in self.agent.membership.lost:
                 return None
             lent = self.pool.lend(sizes, member)
-            if lent is not None and member not in lent[0].known_to:
-                segment = lent[0]
-                try:
-                    own_id, place = membership.own_id, network.endpoint(member)
-                    network.descriptors.send(own_id, place, segment.number, segment.fd)
-                except OSError:
-                    self.pool.unused(segment)
-                    return None
-                segment.known_to.add(member)
-            return lent
+            return None if lent is None or not self._make_known(lent[0], member) else lent
+
+    def _lend_held(
+        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
+    ) -> tuple[int, list[int]] | None:
+        """Lends the segment in which buffers lie, if this worker holds them in one."""
+        with self._lock:
+            found = self.holds.find(buffers, sizes)
+            if found is None or member in self.agent.membership.lost:
+                return None
+            segment, offsets = found
+            if not self.pool.lend_held(segment, member) or not self._make_known(segment, member):
+                return None
+            return segment.number, offsets
+
+    def _make_known(self, segment: Segment, member: MemberId) -> bool:
+        """Sends the descriptor of a segment that was lent, if the peer has not got it.
+
+        Takes the segment back, and returns False, if the peer has no room. The lock is held.
+        """
+        if member not in segment.known_to:
+            network = self.agent.network
+            try:
+                own_id, place = self.agent.membership.own_id, network.endpoint(member)
+                network.descriptors.send(own_id, place, segment.number, segment.fd)
+            except OSError:
+                self.pool.unused(segment, member)
+                return False
+            segment.known_to.add(member)
+        return True
+
+    def hold(self, size: int) -> Any:
+        """Returns a buffer in a segment, for what is sent to many peers, or again and again.
+
+        A message whose large buffers all lie in it takes them to a peer on this host without a
+        copy. It must not be changed once it was sent. When it is freed, and the peers have freed
+        what they got, the segment is used again. Any thread may call this.
+
+        Args:
+            size: the number of bytes. It must be positive.
+
+        Raises:
+            MemoryError: there is not so much shared memory left.
+            NotInitializedError: this worker has shut down.
+        """
+        with self._lock:
+            self._end_holds()
+            segment = self.pool.hold(size)
+        if segment is None:
+            if self._closed:
+                raise has_shut_down()
+            raise MemoryError(
+                f"expected room for {size:,} bytes of shared memory, found {self.pool.size:,} "
+                f"bytes in use of {self.agent.options.shared_memory:,}: the option shared_memory "
+                "sets that limit"
+            )
+        buffer = None
+        try:
+            buffer = segment.hold(size)
+        except OSError as error:
+            raise MemoryError(f"expected {size:,} bytes of shared memory, found {error}") from error
+        finally:
+            with self._lock:
+                there = self.pool.written(segment)
+                if buffer is None:
+                    self.pool.release(segment)
+                else:
+                    self.holds.add(buffer, segment)
+        if not there:
+            raise has_shut_down()
+        return buffer
+
+    def _end_holds(self) -> None:
+        """Releases the segments of buffers that are freed. The lock is held."""
+        for segment in self.holds.released():
+            self.pool.release(segment)
 
     # -- in the I/O thread ---------------------------------------------------------------
 
@@ -243,12 +318,16 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        containers = self.loans.ended, self._notes, self.pool.retired
-        return [(each, self._send_notes) for each in containers]
+        containers = self.loans.ended, self.holds.ended, self._notes, self.pool.retired
+        return [(each, self.send_notes) for each in containers]
 
-    def _send_notes(self) -> None:
-        """Returns what is no longer used here, and says which segments are used no more."""
+    def send_notes(self) -> None:
+        """Returns what is no longer used here, and says which segments are used no more.
+
+        That also happens by itself, soon. Any thread may call this.
+        """
         with self._lock:
+            self._end_holds()
             self._note_ended()
             for segment in self.pool.retired:
                 for member in segment.known_to:
