@@ -3,7 +3,7 @@
 There is no registry. Before a worker publishes, it *claims* the name at each member of the mesh, in
 the order of their ids, and then *announces* the publication to all of them. Of two workers that
 claim a name at once, the one that comes second to the first member they both ask is refused there,
-and has claimed nothing beyond. A member that joins later is told by the publishers themselves.
+and has claimed nothing beyond. A member that joins later is told by those that it joins.
 
 Each member also knows a bound of the numbers of earlier versions, and answers a claim with it. The
 new publisher numbers its versions from the highest of these bounds. What a publisher that has died
@@ -26,7 +26,7 @@ BLOCK = 10**12
 
 
 class PublicationId(NamedTuple):
-    """Which publication: the worker's, and its number there."""
+    """Which publication: the worker's, and its number there, from 1."""
 
     owner: MemberId
     number: int
@@ -74,6 +74,22 @@ class Publications:
     def is_live(self, publication: Publication) -> bool:
         """Returns whether its publisher may push."""
         return publication.last is None and not self._is_lost(publication.id.owner)
+
+    def all(self) -> list[tuple[str, PublicationId, int, int | None]]:
+        """Returns what a worker that joins has to know: arguments of `learn`."""
+        known: list[tuple[str, PublicationId, int, int | None]] = []
+        for name, each in self._latest.items():
+            if self.is_live(each) and each.announced:
+                known.append((name, each.id, each.before, None))
+            elif each.bound:  # a claim may be withdrawn: only what was before it is told
+                known.append((name, PublicationId(each.id.owner, 0), each.bound - 1, each.bound))
+        return known
+
+    def learn(self, name: str, id: PublicationId, before: int, last: int | None) -> None:
+        """Notes what another member knows of a publication, which has ended if ``last`` is set."""
+        self.announce(name, id, before)
+        if last is not None:
+            self.end(name, id, last)
 
     def claim(self, name: str, id: PublicationId) -> tuple[MemberId | None, int]:
         """Claims a name for a publication.

@@ -59,20 +59,25 @@ class WeightsService(Service):
         super().__init__(agent)
         # Guards what follows; nothing is sent and no other lock is taken while it is held.
         self._lock = UninterruptedLock()
-        self.publications = Publications(agent.membership.lost.__contains__)
-        self._published: dict[PublicationId, tuple[str, int, Versions]] = {}
+        self.publications = Publications(self._is_lost)
+        self._published: dict[PublicationId, Versions] = {}
         self._copies: dict[PublicationId, HostCopy] = {}
         self.subscribers: weakref.WeakSet[_Holder] = weakref.WeakSet()
         # What waits for a publication to begin.
         self._gates: list[threading.Lock] = []
         self._numbers = itertools.count(1)
         self._hook: RemovableHandle | None = None
+        self._told: frozenset[MemberId] | None = None  # see `_watch_joins`
         self.closed = False
 
     @property
     def own_id(self) -> MemberId:
         """This worker."""
         return self.agent.membership.own_id
+
+    def _is_lost(self, member: MemberId) -> bool:
+        membership = self.agent.membership  # one that was gone before this one came is in neither
+        return member in membership.lost or member not in membership.infos
 
     # -- names -----------------------------------------------------------------------------
 
@@ -92,16 +97,17 @@ class WeightsService(Service):
             for member in members:  # in this order, see `publications`
                 before = max(before, self._claim_at(member, name, id))
             with self._lock:
-                self._published[id] = name, before, versions
-            for error in self._tell(members, _announce, name, id, before):
+                self._published[id] = versions
+            self._watch_joins(members)
+            for error in self._tell(members, _learn, name, id, before):
                 raise error
+            joined = set(self.agent.membership.living).difference(members)
+            self._tell(joined, _learn, name, id, before)
         except BaseException:
             with self._lock:
                 self._published.pop(id, None)
             self._tell(members, _end, name, id, before)
             raise
-        if self._hook is None:
-            self._hook = self.agent.joined.add(self._tell_member)
         return id, before
 
     def _claim_at(self, member: MemberId, name: str, id: PublicationId) -> int:
@@ -126,17 +132,25 @@ class WeightsService(Service):
         with self._lock:
             found = self._published.pop(id, None)
         if found is not None:
-            found[2].end()
+            found.end()
             self._tell(self.agent.membership.living, _end, name, id, last)
 
-    def _tell_member(self, info: WorkerInfo) -> None:
-        """Announces this worker's publications to one that has joined."""
+    def _watch_joins(self, told: Iterable[MemberId]) -> None:
+        """From now on, tells workers that join what is published, except those told otherwise."""
         with self._lock:
-            published = [(name, id, before) for id, (name, before, _) in self._published.items()]
-        for each in published:
+            if self._told is not None:
+                return
+            self._told = frozenset(told)
+        self._hook = self.agent.joined.add(self._tell_member)
+
+    def _tell_member(self, info: WorkerInfo) -> None:
+        """Tells a worker that has joined what is published."""
+        with self._lock:
+            known = () if info.member_id in (self._told or ()) else self.publications.all()
+        for each in known:
             with contextlib.suppress(RpcError):  # this worker leaves
                 self.agent.caller.call_notify(
-                    info, Kind.CALL, (_announce, each, {}), -1, _Unfollowed()
+                    info, Kind.CALL, (_learn, each, {}), -1, _Unfollowed()
                 )
 
     def _tell(
@@ -172,10 +186,11 @@ class WeightsService(Service):
         with self._lock:
             return self.publications.claim(name, id)
 
-    def announce(self, name: str, id: PublicationId, before: int) -> None:
-        """Learns of a publication."""
+    def learn(self, name: str, id: PublicationId, before: int, last: int | None = None) -> None:
+        """Learns of a publication; see `Publications.learn`."""
+        self._watch_joins(self.agent.membership.living)
         with self._lock:
-            self.publications.announce(name, id, before)
+            self.publications.learn(name, id, before, last)
             gates, self._gates = self._gates, []
         for gate in gates:
             gate.release()
@@ -220,7 +235,7 @@ class WeightsService(Service):
             ended: Future[Answer | None] = Future()
             ended.set_result(None)
             return ended
-        return found[2].ask(known, at_least, contents)
+        return found.ask(known, at_least, contents)
 
     def copied(self, id: PublicationId, known: int, number: int) -> Future[Answer | None]:
         """Returns a future of a version of another host's publisher, which comes here once."""
@@ -313,7 +328,7 @@ class WeightsService(Service):
     def close(self) -> None:
         with self._lock:
             self.closed = True
-            ended = [versions for _, _, versions in self._published.values()]
+            ended = list(self._published.values())
             ended += [copy.versions for copy in self._copies.values()]
             self._published.clear()
             self._copies.clear()
@@ -365,8 +380,8 @@ def _claim(name: str, id: PublicationId) -> tuple[MemberId | None, int]:
     return _service().claim(name, id)
 
 
-def _announce(name: str, id: PublicationId, before: int) -> None:
-    _service().announce(name, id, before)
+def _learn(name: str, id: PublicationId, before: int, last: int | None = None) -> None:
+    _service().learn(name, id, before, last)
 
 
 def _end(name: str, id: PublicationId, last: int) -> None:
