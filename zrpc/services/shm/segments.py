@@ -33,6 +33,9 @@ __all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool"]
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
 _ALIGNMENT_BYTES = 64
+# What is held again and again, such as versions of a model, needs two segments beside those that its
+# readers have; more free ones would only take memory.
+_MAX_FREE_HELD = 2
 # The maximum of one worker. Each is an open descriptor here and a mapping at the peer.
 MAX_SEGMENTS = 128
 
@@ -49,6 +52,7 @@ class Segment:
         borrowers: the workers that it is lent to, and how often.
         known_to: the workers that have got its descriptor.
         held: whether this worker holds it, to lend it again.
+        was_held: whether this worker was the last one to write to it so.
         kept_by: borrowers that may use it without limit; so it is not written again.
         writing: whether a thread is copying into it; then it is not closed.
         fresh: whether no message was written to it yet.
@@ -70,7 +74,7 @@ class Segment:
         self.fresh = True
         self.borrowers: Counter[MemberId] = Counter()
         self.known_to: set[MemberId] = set()
-        self.held = False
+        self.held = self.was_held = False
         self.kept_by: set[MemberId] = set()
         self.writing = False
         self.used = time.monotonic()
@@ -173,7 +177,7 @@ class SegmentPool:
         segment = self._find_free(end) or self._make_segment(end)
         if segment is None:
             return None
-        segment.writing = True
+        segment.writing, segment.was_held = True, False
         segment.borrowers[borrower] = 1
         segment.used = time.monotonic()
         return segment, offsets
@@ -187,7 +191,7 @@ class SegmentPool:
             return None
         segment = self._find_free(size) or self._make_segment(size)
         if segment is not None:
-            segment.held = segment.writing = True
+            segment.held = segment.was_held = segment.writing = True
         return segment
 
     def lend_held(self, segment: Segment, borrower: MemberId) -> bool:
@@ -246,8 +250,12 @@ class SegmentPool:
         if segment.in_use or segment.number not in self._segments:
             return
         segment.used = time.monotonic()
-        if segment.kept_by:
+        if segment.kept_by or (segment.was_held and self._alike(segment) > _MAX_FREE_HELD):
             self._close(segment)
+
+    def _alike(self, segment: Segment) -> int:
+        """Returns how many free segments were held and are as large as this one."""
+        return sum(each.was_held and each.size == segment.size for each in self._free())
 
     def close_idle(self, unused_since: float) -> None:
         """Closes free segments that were last used before a time."""

@@ -118,24 +118,19 @@ class Subscriber:
                 self.drop()
 
     def _load(self, held: _Held, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Copies a version into tensors that don't have it yet, and has it from then on."""
-        changed = self._held is not held
-        targets = list(tensors.values())
-        loaded = self._loaded
-        if (
-            changed
-            or len(loaded) != len(targets)
-            or any(each() is not target for each, target in zip(loaded, targets, strict=True))
-        ):
-            self._loaded = []
-            with torch.no_grad():
-                for name, view in held.layout.views(held.flat).items():
-                    tensors[name].copy_(view)
-            self._loaded = [weakref.ref(target) for target in targets]
-        if changed:
-            self._held = held
+        """Copies a version into tensors, unless they have it already, and keeps it."""
+        if self._held is not held:
+            self._held, self._loaded = held, []
             # The version before goes back at once, so that the publisher can use its memory.
             self._service.return_unused()
+        loaded = [each() for each in self._loaded]
+        if list(map(id, loaded)) == list(map(id, tensors.values())):
+            return
+        self._loaded = []
+        with torch.no_grad():
+            for name, view in held.layout.views(held.flat).items():
+                tensors[name].copy_(view)
+        self._loaded = [weakref.ref(tensor) for tensor in tensors.values()]
 
     # -- which version -----------------------------------------------------------------------
 
