@@ -213,7 +213,7 @@ class SegmentPool:
         return kept
 
     def unused(self, segment: Segment, borrower: MemberId) -> None:
-        """Takes back a segment that was lent, and of which the borrower has not learned."""
+        """Takes back a segment that was lent, if the borrower does not know of it yet."""
         segment.writing = False
         self._take_back(segment, borrower)
 
