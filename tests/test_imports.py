@@ -56,6 +56,7 @@ NEIGHBOURS = {
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("names", "rref"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -75,7 +76,8 @@ _SURFACE = {
     "zrpc.services": """autograd.grad_lock autograd.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service rref.rref rref.service shm.segments shm.service tracing.service""",
+        metrics.service names.claims names.service rref.rref rref.service shm.segments
+        shm.service tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
@@ -278,6 +280,8 @@ FORBIDDEN = {
     # The rules are without I/O.
     "zrpc.services.rref.protocol": IO,
     "zrpc.services.rref.messages": IO,
+    "zrpc.services.names.messages": IO,
+    "zrpc.services.names.registry": IO,
     "zrpc.membership.failure_detector": IO,
     "zrpc.services.inspection.wait_graph": IO,
     "zrpc.services.inspection.questions": IO,

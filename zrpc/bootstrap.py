@@ -44,6 +44,7 @@ from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
+from zrpc.services.names.service import NameService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.tracing.service import TracingService
@@ -56,6 +57,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
+    NameService,
     AutogradService,
     InspectionService,
     Collectives,

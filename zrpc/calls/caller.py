@@ -56,7 +56,7 @@ from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninter
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.kind import METERED, Kind
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 
 __all__ = ["Caller", "Receiver"]
 
@@ -83,11 +83,13 @@ class CallOptions(TypedDict, total=False):
         extension: a tag and bytes that travel outside of the pickle.
         holds: lives until the call is settled.
         died: the error if the peer is lost first.
+        more: further extensions, if there is one.
     """
 
     extension: tuple[int, bytes] | None
     holds: Any
     died: type[WorkerDied]
+    more: Extensions
 
 
 class Caller:
@@ -233,6 +235,7 @@ class Caller:
         extension: tuple[int, bytes] | None = None,
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
+        more: Extensions = (),
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
@@ -252,8 +255,8 @@ class Caller:
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:
-                more = () if extension is None else (extension,)
-                message.extensions = [*message.extensions, *more, *hops]
+                first = () if extension is None else (extension,)
+                message.extensions = [*message.extensions, *first, *more, *hops]
             scope = current_scope()
             if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
                 timeout, limit = bounded, scope

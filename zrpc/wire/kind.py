@@ -70,6 +70,10 @@ class Kind(IntEnum):
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
     # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
     DEPENDENCIES = 29, Rules(answered=True)
+    # Who has the name of an actor; see `zrpc.services.names.registry`. It may be sent again at any
+    # time.
+    NAMES = 40, Rules(counted=False)
+    NAMED = 41  # whether a new actor has the name that its maker wants
 
 
 class Tag(IntEnum):
@@ -85,6 +89,7 @@ class Tag(IntEnum):
     TRACE_CONTEXT = 8  # the client span of a request, if the program uses OpenTelemetry
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
+    NAMING = 24  # of a REMOTE: the name of the actor that it makes
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

@@ -92,8 +92,9 @@ class NameRegistry:
         self._promised = NO_BALLOT  # the latest term that this worker knows of
         self._held: dict[str, tuple[int, Grant]] = {}
         self._asks: dict[int, tuple[str, bool, Holder | None]] = {}
-        # Of the arbiter: who has reported, the names, the last serial number, and questions that
-        # have no answer yet, in the order of arrival.
+        # Of the arbiter: who was asked to report, and has done so; the names, the last serial
+        # number, and questions that have no answer yet, in the order of arrival.
+        self._called: set[MemberId] = set()
         self._heard: set[MemberId] = set()
         self._table: dict[str, tuple[Holder, Grant]] = {}
         self._serial = 0
@@ -125,7 +126,9 @@ class NameRegistry:
         self.deny(name, number)
 
     def deny(self, name: str, number: int) -> None:
-        """Says once more that this worker doesn't hold a name."""
+        """Says once more that this worker doesn't hold a name by this claim, unless it does."""
+        if self.holds(name, number):
+            return
         self._send(self._arbiter(), Free(name, number))
         self._work()
 
@@ -143,6 +146,7 @@ class NameRegistry:
         for number in list(self._asks):
             self._send_ask(number)
         if self._is_arbiter and self._waiting:
+            self._called.clear()
             self._answer()
         self._work()
 
@@ -264,7 +268,7 @@ class NameRegistry:
 
     def _begin_term(self, last: Ballot) -> None:
         self._promised = Ballot(last.epoch + 1, self._own_id)
-        self._heard = {self._own_id}
+        self._called, self._heard = set(), {self._own_id}
         self._serial = 0
         self._table = {
             name: (Holder(self._own_id, number), grant)
@@ -303,16 +307,17 @@ class NameRegistry:
         """Answers what can be answered, once all members have reported."""
         missing = set(self._known()) - self._heard
         if missing and self._waiting:
-            for member in missing:
+            for member in missing - self._called:
+                self._called.add(member)
                 self._send(member, Collect(self._promised))
         if missing:
             return
+        for asker, ask in self._waiting.items():
+            if ask.claims and ask.name not in self._table:
+                self._serial += 1
+                self._table[ask.name] = asker, Grant(self._promised, self._serial)
         for asker, ask in list(self._waiting.items()):
             entry = self._table.get(ask.name)
-            if entry is None and ask.claims:
-                self._serial += 1
-                entry = asker, Grant(self._promised, self._serial)
-                self._table[ask.name] = entry
             if entry is not None and entry[0] != ask.past:
                 del self._waiting[asker]
                 self._send(asker.member, Held(ask.name, asker.number, *entry))

@@ -14,7 +14,7 @@ from zrpc.services.rref.messages import ForkId, RRefId, pack_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 
 __all__ = ["Creation"]
 
@@ -52,7 +52,12 @@ class Creation:
     state: _State = _State.NEW
 
     def start(
-        self, body: Any, timeout: float, subject_id: RRefId | None = None, holds: Any = None
+        self,
+        body: Any,
+        timeout: float,
+        subject_id: RRefId | None = None,
+        holds: Any = None,
+        more: Extensions = (),
     ) -> OwnedValue | None:
         """Sends the call; returns the value if this worker is the owner.
 
@@ -63,6 +68,7 @@ class Creation:
             timeout: of the call.
             subject_id: the value whose method is called; None for a function.
             holds: lives until the call is settled.
+            more: extensions of the message.
         """
         # The owner has no fork, but the message has room for one.
         ids = [self.rref_id, self.fork_id or self.rref_id]
@@ -79,6 +85,7 @@ class Creation:
                 self.on_not_made,
                 extension=(Tag.SUBJECT, pack_ids(ids)),
                 holds=holds,
+                more=more,
             )
         except BaseException:
             self._take_back()

@@ -25,7 +25,7 @@ from zrpc.services.rref.service import BackwardOfValue, RRefService
 from zrpc.services.rref.value import ITSELF, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import encoder, register_reducer
 from zrpc.wire.unpickling import decoder
 
@@ -109,6 +109,14 @@ class RRef(Generic[T]):
         return rref
 
     @classmethod
+    def _at_owner(cls, service: RRefService, rref_id: RRefId) -> RRef[Any]:
+        """Makes one more handle of a value that this worker owns."""
+        rref: RRef[Any] = cls.__new__(cls)
+        value = service.retain_value(rref_id)
+        rref._fill(service, rref_id, None, service.agent.worker_info, value)
+        return rref
+
+    @classmethod
     def _create(
         cls,
         agent: Agent,
@@ -116,15 +124,18 @@ class RRef(Generic[T]):
         body: Any,
         timeout: float,
         subject: RRef[Any] | None = None,
+        rref_id: RRefId | None = None,
+        more: Extensions = (),
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
-        value comes first.
+        value comes first. The id of the value may be drawn already, and ``more`` extends the
+        message.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
-        rref_id, drawn = service.new_id(), service.new_id()
+        rref_id, drawn = rref_id or service.new_id(), service.new_id()
         fork_id = None if to.member_id == service.member else drawn
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
@@ -132,7 +143,7 @@ class RRef(Generic[T]):
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
-        rref._value = creation.start(body, timeout, subject_id, holds=subject)
+        rref._value = creation.start(body, timeout, subject_id, holds=subject, more=more)
         return rref
 
     def fail(self, error: Exception | Message) -> None:
