@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import signal
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -27,6 +28,9 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
 # Until the tests are collected: the objects of torch and of the tests live to the end.
 gc.disable()
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts `pytest &` that way, and each process would inherit it: no test of Ctrl-C ends.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
 

@@ -53,10 +53,13 @@ FACE = {
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
 # A service may know these others, and no more.
 NEIGHBOURS = {
+    ("actors", "rref"),
     ("autograd", "rref"),
     ("debugger", "inspection"),
     ("inspection", "rref"),
+    ("names", "actors"),
     ("names", "rref"),
+    ("rref", "actors"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -73,7 +76,7 @@ _SURFACE = {
         future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
         pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """autograd.grad_lock autograd.service collectives
+    "zrpc.services": """actors.service autograd.grad_lock autograd.service collectives
         debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
         metrics.service names.claims names.service rref.rref rref.service shm.segments
@@ -85,7 +88,7 @@ _SURFACE = {
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
-    "leaves": "constants errors functions options stand_in torch_internals",
+    "leaves": "actors constants errors functions options stand_in torch_internals",
 }
 SURFACE = {room: {name.strip(".") for name in names.split()} for room, names in _SURFACE.items()}
 LEAVES = {f"zrpc.{name}" for name in SURFACE["leaves"]}

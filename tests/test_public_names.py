@@ -31,7 +31,7 @@ TORCH_PRIVATE_NAMES = words("""
     _get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
 """)
 OWN_NAMES = words("""
-    AuthenticationError BackwardError Call CallFilter CallbackError NotInitializedError
+    AuthenticationError BackwardError Call CallFilter CallbackError NotInitializedError actor
     OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError RemoteError
     RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from zrpc import optim as optim
     from zrpc import options as options
     from zrpc import testing as testing
+    from zrpc.actors import actor as actor
+    from zrpc.actors import concurrent as concurrent
     from zrpc.agent.call_filter import CallFilter as CallFilter
     from zrpc.api import _get_current_rpc_agent as _get_current_rpc_agent
     from zrpc.api import _is_current_rpc_agent_set as _is_current_rpc_agent_set
@@ -76,6 +78,7 @@ watch_for_compiler()
 # The names of each module; those of zrpc itself are modules.
 _NAMES = {
     "zrpc": "api autograd backend_registry constants errors functions nn optim options testing",
+    "zrpc.actors": "actor concurrent",
     "zrpc.agent.call_filter": "CallFilter",
     "zrpc.api": """_get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
         get_rpc_timeout get_worker_info init_rpc is_available remote rpc_async rpc_sync shutdown""",
@@ -98,7 +101,13 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 # Without the modules: a star import would hide names such as `errors` or `options` of a program.
-__all__ = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
+# For the same reason without names of other people's modules.
+_NOT_STARRED = {"concurrent"}
+__all__ = sorted(
+    name
+    for name in _HOME
+    if _HOME[name] != "zrpc" and not name.startswith("_") and name not in _NOT_STARRED
+)
 
 
 def __getattr__(name: str) -> Any:
@@ -117,4 +126,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_NAMES["zrpc"].split(), "__version__"})
+    return sorted({*globals(), *__all__, *_NOT_STARRED, *_NAMES["zrpc"].split(), "__version__"})

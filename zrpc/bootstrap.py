@@ -37,6 +37,7 @@ from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
+from zrpc.services.actors.service import ActorService
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
@@ -57,6 +58,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
+    ActorService,
     NameService,
     AutogradService,
     InspectionService,

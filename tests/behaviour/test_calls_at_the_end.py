@@ -273,9 +273,12 @@ async def leave_a_task() -> None:
 
 def test_a_task_that_a_handler_has_left_behind_gets_an_error(mesh: Mesh) -> None:
     mesh.run(0, rpc.rpc_sync, 1, leave_a_task)
-    shut_down(mesh)
     task = _tasks.pop()
-    until(task.done)
+    with Gate() as gate:
+        with mesh.agent(1).as_current():
+            rpc.rpc_async(0, gate.wait_inside)  # on the worker that has no task
+        with when_all_leave(mesh, gate):  # the end of the mesh would cancel a task that waits
+            until(task.done)
     assert isinstance(task.exception(), rpc.NotInitializedError)
 
 

@@ -178,6 +178,10 @@ class Callee:
             uncalled = request.scope.function is None and was_not_executed(error)
             self.answer_error(request, error, UNCALLED if uncalled else ())
 
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Answers a request whose function is never called."""
+        self.answer_error(request, error, UNCALLED)
+
     def on_unreadable(self, request: Message, error: Exception) -> None:
         """Answers a request whose handler has failed. In the I/O thread."""
         self.answer_error(request, error)

@@ -76,6 +76,13 @@ class Receiver(NextTurn, Protocol):
         """Completes a future that no thread waits for, by a job."""
 
 
+class Order(Protocol):
+    """Puts calls into the table in an order of its own; see `zrpc.services.actors.order`."""
+
+    def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
+        """Enters a call; returns SENDING, or UNSENT if it is settled already."""
+
+
 class CallOptions(TypedDict, total=False):
     """What few calls need.
 
@@ -83,12 +90,14 @@ class CallOptions(TypedDict, total=False):
         extension: a tag and bytes that travel outside of the pickle.
         holds: lives until the call is settled.
         died: the error if the peer is lost first.
+        order: numbers the call and puts it into the table, instead of flow control.
         more: further extensions, if there is one.
     """
 
     extension: tuple[int, bytes] | None
     holds: Any
     died: type[WorkerDied]
+    order: Order | None
     more: Extensions
 
 
@@ -235,6 +244,7 @@ class Caller:
         extension: tuple[int, bytes] | None = None,
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
+        order: Order | None = None,
         more: Extensions = (),
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
@@ -263,7 +273,7 @@ class Caller:
             call = PendingCall(self.calls, to.member_id, timeout)
             message.call_id, message.deadline = call.call_id, timeout
             call.kind, call.what, call.limit = kind, name_of(obj), limit
-            call.holds, call.died = holds, died
+            call.holds, call.died, call.order = holds, died, order
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and kind != _REMOTE:
                 call.parent = scope
@@ -287,7 +297,9 @@ class Caller:
         Signal handlers are held back, except while it waits for room.
         """
         try:
-            if message.kind not in METERED:
+            if call.order is not None:
+                state = call.order.enter(self.calls, call, message)
+            elif message.kind not in METERED:
                 state = self.calls.enter(call)
             elif running_loop() is None:
                 handler = threading.get_ident() if current_pool() is not None else None

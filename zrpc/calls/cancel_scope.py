@@ -55,6 +55,7 @@ class CancelScope:
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
         hops: of the request; see `zrpc.calls.last_calls`.
+        mailbox: of the actor that it calls; None if it calls none.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -70,6 +71,7 @@ class CancelScope:
     in_task = False
     task: Any = None
     hops = 0
+    mailbox: Any = None
     _children: set[PendingCall] | None = None
     # Opens when the scope is cancelled; made by the first wait.
     _gate: threading.Lock | None = None

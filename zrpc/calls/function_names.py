@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -17,6 +18,7 @@ __all__ = [
     "function_of",
     "handler_name",
     "kind_name",
+    "method_in",
     "name_of",
     "name_of_function",
     "readable",
@@ -24,6 +26,7 @@ __all__ = [
 
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
+_METHOD_BYTES = 13 + 255
 _WITH_FUNCTION = (Kind.CALL, Kind.REMOTE, Kind.METHOD)
 _LABELS: dict[int, str] = {
     Kind.REMOTE: "rpc_remote",
@@ -103,6 +106,20 @@ def function_of(request: Message) -> str:
         return ""
     try:
         return _first_name(bytes(request.body[:_READ_BYTES]))
+    except Exception:  # a peer may have sent anything
+        return ""
+
+
+def method_in(body: Any) -> str:
+    """Returns the name of the method in the body of a message, or nothing if there is none.
+
+    The name is the first thing in the pickle. For messages whose method decides how they run.
+    """
+    head = bytes(body[:_METHOD_BYTES])
+    if head[:3] == b"\x80\x05\x95" and head[11:12] == pickle.SHORT_BINUNICODE:
+        return head[13 : 13 + head[12]].decode(errors="replace")
+    try:
+        return _first_name(head)
     except Exception:  # a peer may have sent anything
         return ""
 

@@ -143,7 +143,8 @@ class PendingCall:
         left: whether its message has left, or waits for the I/O thread to send it.
         gate: opens when there is an outcome.
         holds: anything that must live until the call is settled.
-        died: the error if the peer is lost first.
+        died: makes the error if the peer is lost first.
+        order: puts it into the table; None for most calls.
         follower: told by the thread that settles the call, after the gate has opened.
         parent: the scope of the handler that makes the call, which it ends with.
         observation: its `CallObservation`; None if nobody looks.
@@ -162,7 +163,8 @@ class PendingCall:
     state = State.NEW
     left = False
     holds: Any = None
-    died: type[WorkerDied] = WorkerDied
+    died: Callable[[str], WorkerDied] = WorkerDied
+    order: Any = None
     follower: Follower | None = None
     parent: Parent | None = None
     observation: Any = None

@@ -256,6 +256,10 @@ class PendingCalls:
         error = self._timed_out(call)
         with uninterrupted:
             self.settle(call.call_id, error)
+            # The callee's clock for the call has begun later. A call that waits for its turn must
+            # not begin in between.
+            if call.order is not None and call.state is _SETTLED:
+                self._callees.tell_cancelled(call)
 
     def expire_unsent(self, call: PendingCall) -> None:
         """Settles a call whose deadline has passed when it got room at last."""

@@ -70,6 +70,9 @@ class Kind(IntEnum):
     ENLIST = 28  # the sender uses a context of the receiver's; the receiver may not know that
     # Before a backward pass: asks what the tensors that the receiver has sent were computed from.
     DEPENDENCIES = 29, Rules(answered=True)
+    # Part of the order of a worker's calls to an actor: a number that is not used.
+    SKIP = 36
+    STOP = 37, Rules(answered=True)  # ends an actor
     # Who has the name of an actor; see `zrpc.services.names.registry`. It may be sent again at any
     # time.
     NAMES = 40, Rules(counted=False)

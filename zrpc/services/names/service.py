@@ -18,6 +18,7 @@ from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
 from zrpc.services.names.registry import NameRegistry
 from zrpc.services.names.waiting import Waiting
@@ -77,6 +78,7 @@ class NameService(Service, MessageHooks):
         self._waiting: dict[Waiting[Any], None] = {}
         self._makers: dict[RRefId | None, Waiting[Any]] = {}
         self._next_repeat = 0.0
+        agent.service(ActorService).on_stop.append(self.release)
 
     # -- questions -------------------------------------------------------------------------
 

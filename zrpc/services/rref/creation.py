@@ -10,6 +10,7 @@ from typing import Any
 
 from zrpc.calls.pending_call import PendingCall
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import ForkId, RRefId, pack_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -57,6 +58,7 @@ class Creation:
         timeout: float,
         subject_id: RRefId | None = None,
         holds: Any = None,
+        order: CallOrder | None = None,
         more: Extensions = (),
     ) -> OwnedValue | None:
         """Sends the call; returns the value if this worker is the owner.
@@ -68,6 +70,7 @@ class Creation:
             timeout: of the call.
             subject_id: the value whose method is called; None for a function.
             holds: lives until the call is settled.
+            order: numbers the call, if the subject is an actor.
             more: extensions of the message.
         """
         # The owner has no fork, but the message has room for one.
@@ -85,6 +88,7 @@ class Creation:
                 self.on_not_made,
                 extension=(Tag.SUBJECT, pack_ids(ids)),
                 holds=holds,
+                order=order,
                 more=more,
             )
         except BaseException:

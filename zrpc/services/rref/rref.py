@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
+from zrpc.actors import as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.cancel_scope import current_scope
@@ -19,10 +20,12 @@ from zrpc.errors import (
     raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.actors.mailbox import BESIDE
+from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation
 from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId, RRefId, pack_id
 from zrpc.services.rref.service import BackwardOfValue, RRefService
-from zrpc.services.rref.value import ITSELF, OwnedValue
+from zrpc.services.rref.value import ITSELF, READY, OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
@@ -67,12 +70,14 @@ class RRef(Generic[T]):
         "_failure",
         "_fork_id",
         "_methods",
+        "_order",
         "_owner",
         "_rref_id",
         "_service",
         "_value",
     )
 
+    _order: CallOrder | None  # numbers the calls to an actor
     _value: OwnedValue | None  # None at a user
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -81,6 +86,9 @@ class RRef(Generic[T]):
         self._fill(service, service.new_id(), None, agent.worker_info, None)
         self._value = owned = service.retain_value(self._rref_id)
         owned.begun = True
+        service.adopt(owned, value)
+        if owned.mailbox is not None:
+            self._order = service.order_of(self._rref_id, owned.mailbox.title, self._owner)
         owned.set(value)
 
     def _fill(
@@ -98,6 +106,7 @@ class RRef(Generic[T]):
         self._owner = owner
         self._value = value
         self._methods: frozenset[str] = frozenset()  # names that the value is known to have
+        self._order = None
         self._service = service  # last: see `__del__`
 
     @classmethod
@@ -140,10 +149,16 @@ class RRef(Generic[T]):
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
+        if subject is None and (options := options_of(body[0])) is not None:
+            rref._order = service.order_of(rref_id, options.title, to)
+            body = (as_actor_class(body[0]), *body[1:])
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
-        rref._value = creation.start(body, timeout, subject_id, holds=subject, more=more)
+        order = None if subject is None else subject._order
+        rref._value = creation.start(
+            body, timeout, subject_id, holds=subject, order=order, more=more
+        )
         return rref
 
     def fail(self, error: Exception | Message) -> None:
@@ -191,6 +206,8 @@ class RRef(Generic[T]):
         agent = self._service.agent
         self._check()
         if self._value is not None:
+            if self._order is not None:  # the value itself is returned, but in its turn
+                self._ask((READY, None, None), timeout)
             timeout = agent.caller.timeout(timeout)
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
@@ -257,30 +274,110 @@ class RRef(Generic[T]):
         autograd = self._service.agent.service(BackwardOfValue)  # type: ignore[type-abstract]
         autograd.backward_of_value(self._owner, self, dist_autograd_ctx_id, retain_graph)
 
-    def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:
+    def ready(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Waits until the value is made. It copies nothing, and does not wait for an actor's calls.
+
+        Args:
+            timeout: in seconds; 0 means no limit. Default: the default timeout of all calls.
+
+        Raises:
+            RpcTimeoutError: it took longer, or the call that was to make the value did.
+            OwnerDied: the owner is lost.
+            Exception: what was raised by the function that was to make the value.
+
+        Example:
+            >>> remote("worker1", dict).ready(timeout=5)
+        """
+        self._ask_beside(READY, timeout)
+
+    def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Ends an actor: returns when its running calls have ended and it is closed.
+
+        Calls that wait, and those that are made later, fail with ``executed`` False. Then the
+        actor's method ``close()`` is called, if it has one. Its calls beside the others (see
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+
+        Args:
+            timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The
+                actor ends also if it takes longer.
+
+        Raises:
+            RpcTimeoutError: it took longer.
+            OwnerDied: the owner is lost.
+            RpcError: the value is no actor.
+            Exception: what ``close()`` has raised, or what was to make the value.
+
+        Example:
+            >>> import zrpc
+            >>> jobs = remote("worker1", zrpc.actor(list, concurrency=1))
+            >>> jobs.stop()
+            >>> jobs.rpc_sync().pop()
+            Traceback (most recent call last):
+            zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
+        """
+        self._check()
+        extension = Tag.SUBJECT, pack_id(*self._rref_id)
+        self._service.caller.call(
+            self._owner, Kind.STOP, None, timeout, extension=extension, holds=self, died=OwnerDied
+        )
+
+    def _ask(
+        self,
+        body: Any,
+        timeout: float,
+        kind: Kind = Kind.METHOD,
+    ) -> Any:
         """Asks the owner about the value, and waits for the answer."""
         self._check()
         extension = Tag.SUBJECT, pack_id(*self._rref_id)
         try:
             return self._service.caller.call(
-                self._owner, kind, body, timeout, extension=extension, holds=self, died=OwnerDied
+                self._owner,
+                kind,
+                body,
+                timeout,
+                extension=extension,
+                holds=self,
+                died=OwnerDied,
+                order=self._order,
             )
         except (RpcTimeoutError, OwnerDied):
             self._check()  # if the value can't be had, its error says why
             raise
 
+    def _ask_beside(self, name: str, timeout: float) -> Any:
+        """Asks the owner whether there is a value that has a method; waits for no call of it."""
+        self._check()
+        extension = Tag.SUBJECT, pack_id(*self._rref_id) + pack_id(*BESIDE)
+        return self._service.caller.call(
+            self._owner,
+            Kind.METHOD,
+            (name, None, None),
+            timeout,
+            extension=extension,
+            holds=self,
+            died=OwnerDied,
+        )
+
     def _ask_async(self, body: Any, timeout: float) -> Any:
         self._check()
         extension = Tag.SUBJECT, pack_id(*self._rref_id)
         return self._service.caller.call_async(
-            self._owner, Kind.METHOD, body, timeout, extension=extension, holds=self, died=OwnerDied
+            self._owner,
+            Kind.METHOD,
+            body,
+            timeout,
+            extension=extension,
+            holds=self,
+            died=OwnerDied,
+            order=self._order,
         )
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
         self._check()
         name, _, _ = body
         if name not in self._methods:
-            self._ask((name, None, None), timeout)
+            self._ask_beside(name, timeout)
             self._methods |= {name}
         return self._create(self._service.agent, self._owner, body, timeout, self)
 
@@ -289,6 +386,8 @@ class RRef(Generic[T]):
         if self._failure is not None:
             raise _error_of_creation(self._failure)
         if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            if self._order is not None:
+                raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
             raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:
@@ -408,12 +507,15 @@ def _reduce_rref(rref: RRef[Any]) -> Any:
         message.undo(lambda: service.cancel_fork(fork))
     forks = message.extension(Tag.FORKS)
     forks.extend(fork.pack())
-    return _receive_rref, (len(forks) // FORK_SIZE - 1,)
+    place = len(forks) // FORK_SIZE - 1
+    return _receive_rref, (place,) if rref._order is None else (place, rref._order.title)
 
 
-def _receive_rref(index: int) -> Any:
+def _receive_rref(index: int, actor: str = "") -> Any:
     attachments = decoder().message.attachments or {}
     _, rref = attachments[Tag.FORKS][index]
+    if actor and rref._order is None:
+        rref._order = rref._service.order_of(rref._rref_id, actor, rref._owner)
     return rref
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -12,21 +13,27 @@ from typing import Any
 
 from typing_extensions import override
 
+from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
+from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.actors.actor import ActorSink, Sink, do, in_turn, make_mailbox
+from zrpc.services.actors.mailbox import Mailbox
+from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import (
     Fork,
     ForkId,
     GloballyUniqueId,
     ReferenceMessage,
     RRefId,
+    pack_id,
     read_ids,
 )
 from zrpc.services.rref.protocol import References
@@ -96,6 +103,11 @@ class RRefService(Service, MessageHooks):
         # Each as one number: objects would take the collector's time.
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
         self._closed = False
+        # The actors that this worker owns, and the order of its calls to actors; both guarded by
+        # the lock.
+        self.mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
+        self._series = itertools.count(1)
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -108,7 +120,8 @@ class RRefService(Service, MessageHooks):
 
     @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        # For SUBJECT: the value asked for, and for REMOTE the new value and its creator's fork.
+        # For SUBJECT: the value asked for, for REMOTE the new value and its creator's fork. Last
+        # the place in the order of the calls to an actor.
         return {Tag.FORKS: self._receive_forks, Tag.SUBJECT: read_ids}
 
     @override
@@ -138,6 +151,40 @@ class RRefService(Service, MessageHooks):
         with self.lock:
             return self.references.is_listed(fork_id)
 
+    def adopt(self, owned: OwnedValue, value: Any, made_by: Any = None) -> None:
+        """Makes an actor of a value if its class is marked, or what has made it.
+
+        Args:
+            owned: is about to get the value.
+            value: the value.
+            made_by: the function that has made it.
+        """
+        options = options_of(made_by, value)
+        if options is None:
+            return
+        with self.lock:
+            others = [each for each in self.values.values() if each.mailbox is not None]
+        # An actor may make an RRef to itself. Not by equality, which is the user's.
+        same = (each.mailbox for each in others if each.holds(value))
+        owned.mailbox = next(same, None) or make_mailbox(self.agent, options)
+        with self.lock:
+            self.mailboxes.add(owned.mailbox)
+
+    def order_of(self, rref_id: RRefId, title: str, owner: WorkerInfo) -> CallOrder:
+        """Returns what numbers this worker's calls to an actor."""
+        with self.lock:
+            order = self._orders.get(rref_id)
+            if order is None:
+                series = next(self._series)
+                skip = partial(self._skip, rref_id, owner.member_id)
+                order = CallOrder(title, owner.name, series, _pack_turn, skip)
+                self._orders[rref_id] = order
+            return order
+
+    def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
+        body = pack_id(*rref_id) + turn
+        self.agent.outbox.post(owner, Message(Kind.SKIP, body=body))
+
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message with the child is not sent."""
         with self.lock:
@@ -166,17 +213,38 @@ class RRefService(Service, MessageHooks):
                 self.references.add(rref_id, fork_id, request.sender)
             value.begun = True
         self.settle_references()
-        sink = ValueSink(self.agent.callee, value)
+        sink = ValueSink(self.agent.callee, value, self.adopt)
         if subject:
-            self._run_method(request, self._find_value(subject[0]), sink)
+            self._run_method(request, self.find_value(subject[0]), sink, subject[1:])
         else:
             self.agent.callee.on_call(request, sink)
 
     def _on_fetch(self, request: Message) -> None:
-        value = self._find_value(*request.attachment(Tag.SUBJECT))
+        rref_id, *turn = request.attachment(Tag.SUBJECT)
+        value = self.find_value(rref_id)
         scope = self.agent.callee.requests.accept(request)
-        answer = RequestJob(request, partial(self._answer_fetch, value))
-        value.when_ready(partial(self.agent.receiver.run, answer), scope)
+        value.when_ready(partial(self._fetch, request, value, turn), scope)
+
+    def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
+        """Answers a fetch: from an actor in its turn."""
+        if value.mailbox is None:
+            self.agent.receiver.run(RequestJob(request, partial(self._answer_fetch, value)))
+            return
+        answer = RequestJob(request, partial(self._answer_in_turn, value))
+        request.scope.mailbox = value.mailbox
+        begin = partial(self.agent.receiver.run, answer)
+        call = request, begin, partial(self.agent.callee.refuse, request)
+        do(value.mailbox.arrive(call, request.sender, turn[0] if turn else None))
+
+    def _answer_in_turn(self, value: OwnedValue, request: Message) -> None:
+        """Answers a fetch of an actor; in the pool."""
+        mailbox = request.scope.mailbox
+        request.scope.begun = True  # for `Mailbox.sweep`
+        do(mailbox.on_begun(request.scope))
+        try:
+            self._answer_fetch(value, request)
+        finally:
+            do(mailbox.end(request.scope))
 
     def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
@@ -189,21 +257,39 @@ class RRefService(Service, MessageHooks):
             self.agent.callee.answer(request, content)
 
     def _on_method(self, request: Message) -> None:
-        value = self._find_value(*request.attachment(Tag.SUBJECT))
-        self._run_method(request, value, self.agent.callee)
+        rref_id, *turn = request.attachment(Tag.SUBJECT)
+        self._run_method(request, self.find_value(rref_id), self.agent.callee, turn)
 
-    def _run_method(self, request: Message, value: OwnedValue, sink: ResultSink) -> None:
-        scope = self.agent.callee.requests.accept(request)
+    def _run_method(
+        self, request: Message, value: OwnedValue, sink: Sink, turn: Sequence[tuple[int, int]]
+    ) -> None:
+        scope = request.scope or self.agent.callee.requests.accept(request)
         resolve = partial(self._resolve_method, request, value)
+        mailbox = value.mailbox
+        if mailbox is not None:
+            plain = sink is self.agent.callee
+            own = mailbox.sink if plain else ActorSink(mailbox, sink)
+            begin = partial(self.agent.callee.on_call, request, own, resolve)
+            scope.mailbox = mailbox
+            method = method_in(request.body) if mailbox.beside else ""
+            call = request, begin, partial(sink.refuse, request)
+            for step in mailbox.arrive(call, request.sender, turn[0] if turn else None, method):
+                step()
+            return
+        begin = partial(self.agent.callee.on_call, request, sink, resolve)
+        if not value.ready:  # it may become an actor
+            begin = partial(self._run_method, request, value, sink, turn)
         # No thread waits for a value that is still to be made.
-        value.when_ready(partial(self.agent.callee.on_call, request, sink, resolve), scope)
+        value.when_ready(begin, scope)
 
     def _resolve_method(self, request: Message, value: OwnedValue) -> tuple[Any, Any, Any]:
         name, args, kwargs = self.agent.codec.unpack(request)
         content = value.get()
-        method = content if name == ITSELF else getattr(content, name)
         if args is None:  # it asks whether there is such a method
-            return MethodCheck(name), (method,), {}
+            return MethodCheck(name), (content,), {}
+        method = content if name == ITSELF else getattr(content, name)
+        if value.mailbox is not None and value.mailbox.concurrency > 1:
+            method = in_turn(value.mailbox, request, method)
         return method, args, kwargs
 
     def _on_reference(self, message: Message) -> None:
@@ -296,7 +382,7 @@ class RRefService(Service, MessageHooks):
 
     # -- values and references -----------------------------------------------------------
 
-    def _find_value(self, rref_id: RRefId) -> OwnedValue:
+    def find_value(self, rref_id: RRefId) -> OwnedValue:
         """Returns the value that a message is about; a failed one if it is known to be freed."""
         if (found := self.values.get(rref_id)) is not None:  # the usual case, without the lock
             return found
@@ -351,3 +437,7 @@ class RRefService(Service, MessageHooks):
 
 def _number(rref_id: RRefId) -> int:
     return rref_id.created_on << 64 | rref_id.local_id
+
+
+# The same layout as that of an id, whose first field has 32 bits.
+_pack_turn = pack_id

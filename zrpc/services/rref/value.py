@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from zrpc.errors import RemoteError, RpcTimeoutError, raised_by_function
+from zrpc.errors import RemoteError, RpcError, RpcTimeoutError, raised_again, raised_by_function
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
@@ -16,13 +16,16 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.calls.callee import Callee
     from zrpc.calls.cancel_scope import CancelScope
+    from zrpc.services.actors.mailbox import Mailbox
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
-__all__ = ["ITSELF", "MethodCheck", "OwnedValue", "ValueSink"]
+__all__ = ["ITSELF", "READY", "MethodCheck", "OwnedValue", "ValueSink"]
 
 # In the place of a method's name: the value itself is called.
 ITSELF = "__call__"
+# In the place of a method's name: it is only asked whether there is a value.
+READY = "ready()"
 
 # From this number on, followers that nobody waits for any longer are looked for.
 _MANY = 64
@@ -33,16 +36,20 @@ class OwnedValue:
 
     Attributes:
         begun: whether the call that makes the value has arrived; others may ask for it before.
+        ended: whether there was a value, which was used up.
+        mailbox: of an actor; None for any other value. Set before the value is.
+        ready: whether there is a value or an error; set last, and read without a lock.
     """
 
-    __slots__ = ("_error", "_followers", "_lock", "_ready", "_value", "begun")
+    __slots__ = ("_error", "_followers", "_lock", "_value", "begun", "ended", "mailbox", "ready")
 
     def __init__(self) -> None:
         self.begun = False
+        self.mailbox: Mailbox | None = None
+        self.ready = False
+        self.ended = False
         self._value: Any = None
         self._error: BaseException | None = None
-        # Whether there is a value or an error; set last, and read without the lock.
-        self._ready = False
         # Guards the followers; they are called without it.
         self._lock = threading.Lock()
         self._followers: list[_Follower] | None = None  # usually there are none
@@ -50,28 +57,37 @@ class OwnedValue:
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Sets the value or the error, once, and calls the followers."""
         with uninterrupted, self._lock:
-            if self._ready:
+            if self.ready:
                 return
             self._value, self._error = value, error
             if error is not None:
                 # As text: the frames of a traceback would keep the call's arguments alive.
                 cause = RemoteError(traceback_of(error))
                 set_cause(error.with_traceback(None), cause)
-            self._ready = True
+            self.ready = True
             followers, self._followers = self._followers, None
         for follower, _ in followers or ():
             follower()
+
+    def holds(self, value: object) -> bool:
+        """Returns whether this is the value."""
+        return self._value is value
+
+    def end(self, error: BaseException) -> None:
+        """Replaces the value, which has been used up, by an error."""
+        with uninterrupted, self._lock:
+            self._error, self._value, self.ended = error, None, True
 
     def when_ready(self, follower: Callable[[], None], scope: CancelScope | None = None) -> None:
         """Calls ``follower()`` when there is a value or an error: now, if there is one already.
 
         Or never, if ``scope`` is cancelled before: its caller no longer waits.
         """
-        if self._ready:  # the usual case
+        if self.ready:  # the usual case
             follower()
             return
         with uninterrupted, self._lock:
-            if not self._ready:
+            if not self.ready:
                 followers = self._followers or []
                 if len(followers) >= _MANY and len(followers).bit_count() == 1:  # now and then
                     followers = [f for f in followers if f[1] is None or not f[1].cancelled]
@@ -86,7 +102,7 @@ class OwnedValue:
         Raises:
             RpcTimeoutError: the timeout, in seconds, passed first; 0 means no limit.
         """
-        if not self._ready:
+        if not self.ready:
             self._wait(timeout)
         if self._error is not None:
             # A copy: its traceback refers to the frames of the caller, and these to the RRef.
@@ -112,23 +128,32 @@ class OwnedValue:
 
 
 class MethodCheck:
-    """Checks that a method can be called. In messages to people, it has the name of the method."""
+    """Checks that a value has a method. In messages to people, it has the name of the method."""
 
     def __init__(self, name: str) -> None:
         self.__qualname__ = name
 
-    def __call__(self, method: Any) -> None:
-        """Raises TypeError if the value itself can't be called; other methods were found."""
-        if self.__qualname__ == ITSELF and not callable(method):
-            raise TypeError(f"{type(method).__name__!r} object is not callable")
+    def __call__(self, value: Any) -> None:
+        """Raises AttributeError if there is none, or TypeError if the value can't be called."""
+        if self.__qualname__ == READY:
+            return
+        if self.__qualname__ != ITSELF:
+            getattr(value, self.__qualname__)
+        elif not callable(value):
+            raise TypeError(f"{type(value).__name__!r} object is not callable")
 
 
 @dataclass(slots=True, eq=False)
 class ValueSink:
-    """Keeps the outcome of an execution as a value here, and answers the caller without it."""
+    """Keeps the outcome of an execution as a value here, and answers the caller without it.
+
+    Args:
+        adopt: makes an actor of a value whose class, or what has made it, is marked.
+    """
 
     _callee: Callee
     _value: OwnedValue
+    _adopt: Callable[[OwnedValue, Any, Any], None]
 
     def defer(self, request: Message) -> None:
         """Notes that the outcome comes later."""
@@ -137,6 +162,7 @@ class ValueSink:
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
         self._callee.count(request)  # before anyone has the value
+        self._adopt(self._value, value, request.scope.function)
         self._value.set(value)
         self._callee.answer(request, None)
 
@@ -149,3 +175,8 @@ class ValueSink:
             called = request.scope.function is not None
             self._value.set(error=raised_by_function(error) if called else error)
             self._callee.answer(request, None)
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
+        self._value.set(error=raised_again(error) if isinstance(error, RpcError) else error)
+        self._callee.answer(request, None)

@@ -1,0 +1,587 @@
+"""Actors as programs see them: how their calls run, in which order, and how they end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.support.gates import Gate
+from tests.support.identity import Same
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20})
+
+
+class Later(Same):
+    """A future that the test completes."""
+
+    def __init__(self) -> None:
+        self.future: torch.futures.Future[Any] = torch.futures.Future()
+
+
+def waits(future: Any, to: int = 1) -> bool:
+    """Returns whether a call waits, though a later one of another object was answered."""
+    zrpc.rpc_sync(to, max, args=(1, 2))
+    return not future.done()
+
+
+@zrpc.actor
+class Log:
+    """Notes the calls that have begun, and how many of them ever ran at the same time."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.running = self.most = 0
+        self._lock = threading.Lock()
+
+    def _enter(self, name: Any, by: int) -> None:
+        with self._lock:
+            self.running += by
+            self.most = max(self.most, self.running)
+            if by > 0:
+                self.calls.append(name)
+
+    def note(self, name: Any, *_: Any) -> Any:
+        self._enter(name, 1)
+        self._enter(name, -1)
+        return name
+
+    def wait(self, gate: Gate, name: Any = "wait") -> Any:
+        self._enter(name, 1)
+        try:
+            return gate.wait_inside(name)
+        finally:
+            self._enter(name, -1)
+
+    async def sleep(self, name: Any, seconds: float = 0.001) -> Any:
+        self._enter(name, 1)
+        try:
+            await asyncio.sleep(seconds)
+            return name
+        finally:
+            self._enter(name, -1)
+
+    def unpicklable(self) -> Any:
+        self.calls.append("unpicklable")
+        return threading.Lock()
+
+    def fail(self, text: str) -> None:
+        self.calls.append("fail")
+        raise KeyError(text)
+
+    @zrpc.functions.async_execution
+    def later(self, later: Later) -> Any:
+        self.calls.append("later")
+        return later.future
+
+    @zrpc.concurrent
+    def beside(self) -> list[Any]:
+        return list(self.calls)
+
+    @zrpc.concurrent(2)
+    def beside_at_most_two(self, gate: Gate) -> Any:
+        return gate.wait_inside()
+
+    def seen(self) -> tuple[list[Any], int]:
+        return self.calls, self.most
+
+
+class Parallel(Log):
+    """Inherits the mark; in tests it is made with another one."""
+
+
+@pytest.fixture
+def gate() -> Any:
+    with Gate() as gate:
+        yield gate
+
+
+# -- classes -----------------------------------------------------------------------------------
+
+
+def test_called_locally_a_decorated_class_is_an_ordinary_class() -> None:
+    log = Log()
+    assert type(log) is Log
+    assert log.note(1) == 1
+    assert log.beside() == [1]
+    assert isinstance(zrpc.actor(Parallel, concurrency=2)(), Parallel)
+
+
+@pytest.mark.parametrize("concurrency", [0, -1, 1.5, True, "2"])
+def test_a_concurrency_that_is_no_positive_number_is_refused(concurrency: Any) -> None:
+    with pytest.raises(ValueError, match="how many calls an actor runs at once"):
+        zrpc.actor(concurrency=concurrency)
+
+
+def test_what_is_no_class_can_t_be_an_actor() -> None:
+    with pytest.raises(TypeError, match="expected a class"):
+        zrpc.actor(max)  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="how many calls of a method"):
+        zrpc.concurrent(0)
+
+
+def test_an_undecorated_class_runs_its_calls_all_at_once(caller: Mesh, gate: Gate) -> None:
+    class Plain:
+        def wait(self, gate: Gate) -> None:
+            gate.wait_inside()
+
+    plain = zrpc.remote(1, Plain)
+    futures = [plain.rpc_async().wait(gate) for _ in range(3)]
+    gate.await_entry(3)
+    gate.open()
+    zrpc.wait_all(futures)
+
+
+# -- one at a time, or more --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [Log, Parallel])
+def test_calls_run_one_at_a_time_in_threads_and_across_awaits(caller: Mesh, cls: type[Log]) -> None:
+    log = zrpc.remote(1, cls)
+    futures = [getattr(log.rpc_async(), ("note", "sleep")[n % 2])(n) for n in range(100)]
+    assert zrpc.wait_all(futures) == list(range(100))
+    assert log.rpc_sync().seen() == (list(range(100)), 1)
+
+
+def test_an_instance_of_an_actor_class_is_an_actor_by_its_rref(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.RRef(Log())
+    first, second = log.rpc_async().wait(gate), log.rpc_async().note(1)
+    gate.await_entry()
+    assert waits(second)
+    gate.open()
+    assert zrpc.wait_all([first, second]) == ["wait", 1]
+
+
+def test_a_call_of_an_object_that_another_rref_refers_to_too_waits(
+    caller: Mesh, gate: Gate
+) -> None:
+    instance = Log()
+    first, second = zrpc.RRef(instance), zrpc.RRef(instance)
+    futures = [first.rpc_async().wait(gate), second.rpc_async().note(1)]
+    gate.await_entry()
+    assert waits(futures[1])
+    gate.open()
+    zrpc.wait_all(futures)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_as_many_calls_run_at_once_as_the_actor_says(caller: Mesh, asynchronous: bool) -> None:
+    log = zrpc.remote(1, zrpc.actor(Parallel, concurrency=3))
+    if asynchronous:
+        zrpc.wait_all([log.rpc_async().sleep(n, 0.02) for n in range(12)])
+    else:
+        with Gate() as gate:
+            futures = [log.rpc_async().wait(gate, n) for n in range(12)]
+            gate.await_entry(3)
+            gate.open()
+            zrpc.wait_all(futures)
+    calls, most = log.rpc_sync().seen()
+    assert (sorted(calls), most) == (list(range(12)), 3)
+
+
+def test_coroutines_begin_in_order_also_if_several_run_at_once(caller: Mesh) -> None:
+    log = zrpc.remote(1, zrpc.actor(Parallel, concurrency=8))
+    zrpc.wait_all([log.rpc_async().sleep(n) for n in range(200)])
+    assert log.rpc_sync().seen()[0] == list(range(200))
+
+
+def test_a_method_with_a_future_holds_the_actor_until_it_is_done(caller: Mesh) -> None:
+    log, later = zrpc.remote(1, Log), Later()
+    futures = [log.rpc_async().later(later), log.rpc_async().note(1)]
+    until(lambda: log.rpc_sync().beside() == ["later"])
+    assert waits(futures[1])
+    later.future.set_result("done")
+    assert zrpc.wait_all(futures) == ["done", 1]
+
+
+@pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "num_worker_threads": 1})
+def test_calls_that_wait_take_no_threads(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().sleep("long", 60)  # a coroutine, which takes no thread either
+    waiting = [log.rpc_async().note(n) for n in range(50)]
+    assert zrpc.rpc_sync(1, max, args=(1, 2)) == 2
+    running.cancel()
+    assert zrpc.wait_all(waiting) == list(range(50))
+
+
+# -- order -------------------------------------------------------------------------------------
+
+
+def test_calls_begin_in_the_order_in_which_they_were_made_though_small_messages_overtake(
+    caller: Mesh,
+) -> None:
+    log = zrpc.remote(1, Log)
+    sizes = [10, 1 << 20, 10, 300_000]
+    futures = [log.rpc_async().note(n, torch.ones(sizes[n % 4])) for n in range(80)]
+    assert zrpc.wait_all(futures) == list(range(80))
+    assert log.rpc_sync().seen()[0] == list(range(80))
+
+
+def test_calls_of_all_kinds_are_in_one_order(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    for n in range(0, 40, 4):
+        log.rpc_async().note(n)
+        made = log.remote().note(n + 1)
+        assert log.rpc_sync().note(n + 2) == n + 2
+        log.rpc_async().sleep(n + 3)
+        assert made.to_here() == n + 1
+    assert log.rpc_sync().seen()[0] == list(range(40))
+
+
+def test_calls_made_before_the_actor_is_are_in_order_too(caller: Mesh, gate: Gate) -> None:
+    class Slow(Log):
+        def __init__(self, gate: Gate) -> None:
+            super().__init__()
+            gate.wait_inside()
+
+    log = zrpc.remote(1, Slow, args=(gate,))
+    futures = [log.rpc_async().note(n, torch.ones(10 + 300_000 * (n % 2))) for n in range(20)]
+    gate.open()
+    zrpc.wait_all(futures)
+    assert log.rpc_sync().seen() == (list(range(20)), 1)
+
+
+def use(log: Any, begin: int) -> None:
+    zrpc.wait_all([log.rpc_async().note(n, torch.ones(10)) for n in range(begin, begin + 20)])
+
+
+def test_each_worker_that_gets_the_rref_has_an_order_of_its_own(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    # An RRef arrives again and again, and is dropped in between.
+    for begin in range(0, 60, 20):
+        zrpc.wait_all([zrpc.rpc_async(to, use, args=(log, 100 * to + begin)) for to in (0, 1)])
+    calls, most = log.rpc_sync().seen()
+    for to in (0, 1):
+        own = [n for n in calls if n // 100 == to]
+        assert own == list(range(100 * to, 100 * to + 60))
+    assert most == 1
+
+
+def test_marked_methods_begin_beside_the_others_before_calls_that_wait(
+    caller: Mesh, gate: Gate
+) -> None:
+    log = zrpc.remote(1, Log)
+    futures = [log.rpc_async().wait(gate), log.rpc_async().note(1)]
+    gate.await_entry()
+    assert log.rpc_sync().beside() == ["wait"]
+    limited = [log.rpc_async().beside_at_most_two(gate) for _ in range(3)]
+    gate.await_entry(2)
+    assert not gate.entered.acquire(timeout=0.05)
+    gate.open()
+    zrpc.wait_all(futures + limited)
+
+
+def test_local_value_passes_the_others_by_and_to_here_waits(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.RRef(Log())
+    future = log.rpc_async().wait(gate)
+    gate.await_entry()
+    assert log.local_value().running == 1
+    with pytest.raises(zrpc.RpcTimeoutError):
+        log.to_here(timeout=0.05)
+    gate.open()
+    assert log.to_here() is log.local_value()
+    assert log.local_value().running == 0
+    future.wait()
+
+
+def test_a_copy_of_an_actor_is_taken_in_its_turn(caller: Mesh, gate: Gate) -> None:
+    numbers = zrpc.remote(1, zrpc.actor(list, concurrency=1), args=([1],))
+    numbers.rpc_async().append(2)
+    assert numbers.to_here() == [1, 2]
+    waiting = zrpc.remote(1, zrpc.actor(Parallel))
+    waiting.rpc_async().wait(gate)
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"Parallel\.to_here on worker1"):
+        waiting.to_here(timeout=0.1)
+
+
+# -- the ends of calls -------------------------------------------------------------------------
+
+
+def test_a_call_that_is_cancelled_while_it_waits_never_runs(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    first = log.rpc_async().wait(gate)
+    gate.await_entry()
+    waiting = [log.rpc_async().note(n) for n in range(10)]
+    for future in waiting[::2]:
+        assert future.cancel()
+    gate.open()
+    assert zrpc.wait_all([first, *waiting[1::2]]) == ["wait", 1, 3, 5, 7, 9]
+    assert log.rpc_sync().seen()[0] == ["wait", 1, 3, 5, 7, 9]
+
+
+def test_a_call_that_times_out_while_it_waits_never_runs(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    first = log.rpc_async().wait(gate)
+    gate.await_entry()
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"Log\.note on worker1") as caught:
+        log.rpc_sync(timeout=0.05).note(1)
+    assert caught.value.executed is None
+    assert waits(first)  # what comes after the timeout finds the call gone
+    gate.open()
+    first.wait()
+    assert log.rpc_sync().note(2) == 2
+    assert log.rpc_sync().seen()[0] == ["wait", 2]
+
+
+def test_a_call_that_can_t_be_pickled_leaves_no_gap(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    with pytest.raises(zrpc.SerializationError):
+        log.rpc_sync().note(threading.Lock())
+    with pytest.raises(zrpc.SerializationError):
+        log.rpc_async().note(threading.Lock())
+    with pytest.raises(zrpc.SerializationError):
+        log.rpc_sync().unpicklable()
+    with pytest.raises(KeyError, match="why"):
+        log.rpc_sync().fail("why")
+    with pytest.raises(AttributeError):
+        log.rpc_sync().missing()
+    with pytest.raises(AttributeError):
+        log.remote().missing()
+    assert log.rpc_sync().note(1) == 1
+    assert log.rpc_sync().seen()[0] == ["unpicklable", "fail", 1]
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_a_call_whose_arguments_can_t_be_read_ends_and_the_next_begins(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    with pytest.raises(zrpc.SerializationError) as caught:
+        log.rpc_sync().note(Unreadable())
+    assert caught.value.executed is False
+    assert log.rpc_sync().note(1) == 1
+
+
+def test_a_running_coroutine_is_cancelled_at_its_await(caller: Mesh) -> None:
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().sleep("long", 60)
+    until(lambda: log.rpc_sync().beside() == ["long"])
+    assert running.cancel()
+    assert log.rpc_sync().note(1) == 1
+
+
+def test_a_running_method_goes_on_after_its_caller_and_holds_the_actor(
+    caller: Mesh, gate: Gate
+) -> None:
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().wait(gate)
+    gate.await_entry()
+    running.cancel()
+    following = log.rpc_async().note(1)
+    assert waits(following)
+    gate.open()
+    assert following.wait() == 1
+
+
+def test_a_future_that_is_never_done_holds_the_actor_only_while_its_caller_waits(
+    caller: Mesh,
+) -> None:
+    log = zrpc.remote(1, Log)
+    abandoned = log.rpc_async().later(Later())
+    until(lambda: log.rpc_sync().beside() == ["later"])
+    abandoned.cancel()
+    assert log.rpc_sync().note(1) == 1
+
+
+@pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "num_worker_threads": 1})
+def test_a_call_that_is_cancelled_in_the_queue_of_the_pool_leaves_the_actor(
+    caller: Mesh, gate: Gate
+) -> None:
+    log = zrpc.remote(1, Log)
+    log.ready()
+    busy = zrpc.rpc_async(1, gate.work_inside)
+    gate.await_entry()
+    queued = [log.rpc_async().note(n) for n in range(3)]  # the first has its turn, but no thread
+    until(lambda: len(caller.agent(1).callee.requests) == 4)
+    queued[0].cancel()
+    queued[1].cancel()
+    until(lambda: len(caller.agent(1).callee.requests) == 2)
+    gate.open()
+    assert queued[2].wait() == 2
+    busy.wait()
+    assert log.rpc_sync().seen()[0] == [2]
+
+
+def call_twice(log: Any, gate: Gate) -> None:
+    log.rpc_async().wait(gate, "of the lost")
+    log.rpc_async().note("waits")
+
+
+@pytest.mark.zrpc(workers=3, options={"rpc_timeout": 20})
+def test_the_waiting_calls_of_a_worker_that_is_lost_never_run(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    zrpc.rpc_sync(2, call_twice, args=(log, gate))
+    gate.await_entry()
+    until(lambda: len(caller.agent(1).callee.requests) >= 2)
+    caller.agent(2).close()
+    until(lambda: 2 in caller.agent(1).membership.lost)
+    following = log.rpc_async().note("ours")
+    gate.open()
+    assert following.wait() == "ours"
+    assert log.rpc_sync().seen()[0] == ["of the lost", "ours"]
+
+
+def test_calls_of_an_actor_whose_owner_dies_fail_and_name_it(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
+    gate.await_entry()
+    caller.agent(1).close()
+    for future in (running, waiting):
+        with pytest.raises(zrpc.OwnerDied, match="the actor Log on worker1 is lost: worker"):
+            future.wait()
+    with pytest.raises(
+        zrpc.OwnerDied, match=r"the actor Log on worker1 is lost: .* again"
+    ) as caught:
+        log.rpc_sync().note(2)
+    assert caught.value.executed is False
+
+
+# -- bytes -------------------------------------------------------------------------------------
+
+SMALL = {"rpc_timeout": 20, "max_bytes_in_flight": 1 << 20}
+
+
+@pytest.mark.zrpc(workers=2, options=SMALL)
+def test_what_waits_is_bounded_and_never_holds_up_calls_to_others(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().wait(gate)
+    gate.await_entry()
+    waiting = [log.rpc_async().note(n, b"." * 300_000) for n in range(3)]
+    full = r"the mailbox of the actor Log on worker1 is full"
+    with pytest.raises(zrpc.RpcError, match=full) as caught:
+        log.rpc_sync().note("too much", b"." * 300_000)
+    assert caught.value.executed is False
+    with pytest.raises(zrpc.RpcError, match=full):
+        log.rpc_async().note("too much", b"." * 300_000).wait()
+    assert zrpc.rpc_sync(1, len, args=(b"." * 900_000,)) == 900_000
+    gate.open()
+    assert zrpc.wait_all([running, *waiting]) == ["wait", 0, 1, 2]
+    assert log.rpc_sync().note(3, b"." * 2_000_000) == 3  # larger than the bound, but alone
+    assert log.rpc_sync().seen()[0] == ["wait", 0, 1, 2, 3]
+
+
+def fill(log: Any) -> str:
+    futures = [log.rpc_async().note(n, b"." * 300_000) for n in range(3)]
+    try:
+        zrpc.wait_all(futures)
+    except zrpc.RpcError as error:
+        return f"{error} {error.executed}"
+    return ""
+
+
+@pytest.mark.zrpc(workers=3, options=SMALL)
+def test_what_waits_of_all_callers_together_is_bounded(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().wait(gate)
+    gate.await_entry()
+    callers = [zrpc.rpc_async(to, fill, args=(log,)) for to in (0, 2)]
+    until(lambda: any(future.done() for future in callers))
+    gate.open()
+    texts = filter(None, zrpc.wait_all(callers))
+    assert all("mailbox of the actor Log on worker1" in text and "False" in text for text in texts)
+    running.wait()
+
+
+# -- ready and stop ----------------------------------------------------------------------------
+
+
+class Closing(Log):
+    def __init__(self, closed: list[Any]) -> None:
+        super().__init__()
+        self.closed = closed
+
+    def close(self) -> None:
+        assert self.running == 0
+        self.closed.append(self.calls)
+
+
+class Slow(Log):
+    def __init__(self, gate: Gate) -> None:
+        gate.wait_inside()
+        super().__init__()
+
+
+def broken() -> None:
+    raise KeyError("broken")
+
+
+def test_ready_waits_until_the_actor_is_made_and_not_for_its_calls(
+    caller: Mesh, gate: Gate
+) -> None:
+    log = zrpc.remote(1, Slow, args=(gate,))
+    with pytest.raises(zrpc.RpcTimeoutError):
+        log.ready(timeout=0.05)
+    gate.open()
+    log.ready()
+    with Gate() as held:
+        running = log.rpc_async().wait(held)
+        held.await_entry()
+        log.ready()
+        held.open()
+        running.wait()
+
+
+def test_ready_raises_what_the_constructor_has_raised(caller: Mesh) -> None:
+    with pytest.raises(KeyError, match="broken"):
+        zrpc.remote(1, broken).ready()
+    with pytest.raises(KeyError, match="broken"):
+        zrpc.remote(0, broken).ready()
+    with pytest.raises(TypeError):
+        zrpc.remote(1, Slow).ready()
+    zrpc.RRef(1).ready()
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_stop_fails_what_waits_and_closes_after_what_runs(
+    caller: Mesh, gate: Gate, to: int
+) -> None:
+    log = zrpc.remote(to, Closing, args=([],))
+    running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
+    gate.await_entry()
+    kept = log.local_value() if to == 0 else None
+    stops = [threading.Thread(target=caller.run, args=(0, log.stop)) for _ in range(2)]
+    for stop in stops:
+        stop.start()
+    what = rf"the actor Closing on worker{to} was stopped by worker0"
+    with pytest.raises(zrpc.RpcError, match=what) as caught:
+        waiting.wait()
+    assert caught.value.executed is False
+    gate.open()
+    assert running.wait() == "wait"
+    for stop in stops:
+        stop.join(SOON)
+    log.stop()
+    for use in (lambda: log.rpc_sync().note(2), log.rpc_async().note(2).wait, log.to_here):
+        with pytest.raises(zrpc.RpcError, match=what) as caught:
+            use()
+        assert caught.value.executed is False
+    if kept is not None:
+        assert kept.closed == [["wait"]]
+
+
+def test_stop_raises_what_close_has_raised_and_the_actor_is_gone(caller: Mesh) -> None:
+    class Bad(Log):
+        async def close(self) -> None:
+            await asyncio.sleep(0)
+            raise KeyError("close")
+
+    log = zrpc.remote(1, Bad)
+    with pytest.raises(KeyError, match="close"):
+        log.stop()
+    with pytest.raises(zrpc.RpcError, match="was stopped"):
+        log.rpc_sync().note(1)
+
+
+def test_stop_of_something_else_says_so(caller: Mesh) -> None:
+    with pytest.raises(zrpc.RpcError, match="is none: it is a dict"):
+        zrpc.remote(1, dict).stop()
+    with pytest.raises(KeyError, match="broken"):
+        zrpc.remote(1, broken).stop()

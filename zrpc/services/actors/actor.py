@@ -1,0 +1,106 @@
+"""An actor at its owner: its mailbox, and what takes the outcomes of its calls."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any, Protocol
+
+from zrpc.actors import ActorOptions
+from zrpc.agent.agent import Agent
+from zrpc.services.actors.mailbox import Mailbox, Step
+from zrpc.services.actors.order import mailbox_is_full
+from zrpc.wire.message import Message
+
+__all__ = ["ActorSink", "Sink", "do", "in_turn", "make_mailbox"]
+
+
+class Sink(Protocol):
+    """Takes the outcomes of calls, as `zrpc.calls.execution.ResultSink`, and refuses calls."""
+
+    def defer(self, request: Message) -> None:
+        """Learns that the function returned a future."""
+
+    def answer(self, request: Message, value: object) -> None:
+        """Takes the result."""
+
+    def fail(self, request: Message, error: BaseException) -> None:
+        """Takes the error of an execution."""
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
+
+
+@dataclass(slots=True, eq=False)
+class ActorSink:
+    """Passes outcomes on, and then lets the next calls of the actor begin.
+
+    An answer is packed before that: the next call may change what it refers to.
+    """
+
+    _mailbox: Mailbox
+    _sink: Sink
+
+    def defer(self, request: Message) -> None:
+        """Notes that the outcome comes later."""
+        self._sink.defer(request)
+
+    def answer(self, request: Message, value: object) -> None:
+        """Takes the result of a call."""
+        try:
+            self._sink.answer(request, value)
+        finally:
+            for step in self._mailbox.end(request.scope):
+                step()
+
+    def fail(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call."""
+        try:
+            self._sink.fail(request, error)
+        finally:
+            do(self._mailbox.end(request.scope))
+
+
+def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method which lets the next call begin as its own begins.
+
+    A coroutine does that in its event loop: the others can't overtake it on their way there.
+    """
+
+    @functools.wraps(method)
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return method(*args, **kwargs)
+
+    @functools.wraps(method)
+    async def coroutine(*args: Any, **kwargs: Any) -> Any:
+        do(mailbox.on_begun(request.scope))
+        return await method(*args, **kwargs)
+
+    function: Any = method
+    if not isinstance(method, (FunctionType, MethodType)):
+        function = inspect.getattr_static(type(method), "__call__", method)
+    return coroutine if inspect.iscoroutinefunction(function) else plain
+
+
+def do(steps: Sequence[Step]) -> None:
+    """Does what a mailbox has returned."""
+    for step in steps:
+        step()
+
+
+def make_mailbox(agent: Agent, options: ActorOptions) -> Mailbox:
+    """Returns the mailbox of an actor that this worker owns."""
+    limit, owner = agent.options.max_bytes_in_flight, agent.worker_info.name
+    mailbox = Mailbox(
+        options.title,
+        options.concurrency,
+        options.beside,
+        limit,
+        lambda mailbox: mailbox_is_full(mailbox.title, owner, limit),
+    )
+    mailbox.sink = ActorSink(mailbox, agent.callee)
+    return mailbox

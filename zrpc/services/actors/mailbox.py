@@ -1,0 +1,376 @@
+"""Which call of an actor begins next. No I/O: events go in, and what may be done comes out.
+
+An actor has *lanes*: one for all methods that run one at a time (or as many as the actor says), and
+one for each method that is marked ``zrpc.concurrent``. A call waits in its lane until fewer calls
+than the lane's limit run there.
+
+**Order.** Calls of one worker begin in the order in which they were made, although large messages
+may be overtaken by later ones. So each call has a number, which begins at 0 in each *series* of its
+caller. A call whose number is not next is held until the ones before it have come.
+
+The caller draws the number as the last thing before the message is sent: the arguments are pickled
+by then, and the call is in the table of calls. Calls to actors don't wait for flow control, so
+nothing lies between the two at which another thread could overtake. A number whose message is not
+sent after all (the call was cancelled in that moment, or there was no memory) is reported by the
+caller, and ``skip`` counts it as passed. If the owner has read only the head of a message in
+chunks, it tells the caller so, which then does the same. A number whose message is lost with a
+connection is found missing when both sides compare their counts: ``on_messages_lost``. If such a
+message arrives after all, its call is out of order.
+
+A series lasts as long as the caller has an RRef to the actor, and each call keeps one until it has
+an outcome. So when the next series begins, no call of the one before is waited for any longer. What
+a lost worker has called is abandoned.
+
+A call that is abandoned while it waits is left out when its turn comes. Its number was passed as it
+arrived, so it leaves no gap.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+__all__ = ["BESIDE", "Mailbox", "Step", "Turn"]
+
+# What may be done now: to begin a call, or to refuse it.
+Step = Callable[[], None]
+# A series of the caller's, and the number in it.
+Turn = tuple[int, int]
+# Begins at once, and has no place in the order.
+BESIDE: Turn = (0, 0)
+# What a call that waits occupies beside its message, in bytes.
+_ENTRY_BYTES = 2048
+
+
+class Scope(Protocol):
+    """The cancel scope of a call; see `zrpc.calls.cancel_scope`."""
+
+    cancelled: bool
+    begun: bool
+    deferred: bool
+
+
+class Request(Protocol):
+    """The message of a call."""
+
+    scope: Any
+
+    @property
+    def nbytes(self) -> int:
+        """Its size in bytes."""
+
+
+# A call: its request, what begins it, and what refuses it with an error. And one that waits, with
+# its size when it came: the message of an abandoned call is freed.
+Call = tuple[Request, Step, Callable[[BaseException], None]]
+_Entry = tuple[Call, int]
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Calls that run at once, in a limited number.
+
+    Attributes:
+        limit: the number; 0 means no limit.
+        ordered: whether the next call begins only after the function of the one before was called.
+            If one runs at a time, it needs no order beside that.
+        starting: the scope of a call whose function was not called yet, in an ordered lane.
+    """
+
+    limit: int
+    ordered: bool = False
+    running: int = 0
+    starting: Scope | None = None
+    waiting: deque[_Entry] = field(default_factory=deque)
+
+    @property
+    def full(self) -> bool:
+        return 0 < self.limit <= self.running or self.starting is not None
+
+
+@dataclass(slots=True, eq=False)
+class _Order:
+    """How far the calls of one worker have come, in a series.
+
+    Attributes:
+        next: the number of the next one.
+        held: the calls that came too early, by number; None for a number that has passed.
+    """
+
+    series: int
+    next: int = 0
+    held: dict[int, _Entry | None] = field(default_factory=dict)
+
+
+class Mailbox:
+    """The waiting and the running calls of one actor. Any thread may call its methods.
+
+    What a method returns must be done by its caller, in this order and without a lock.
+
+    Args:
+        title: the name of the actor's class.
+        concurrency: how many calls run at once.
+        beside: how many calls of single methods run at once beside those; 0 means no limit.
+        max_bytes: how many bytes may wait; 0 means no limit. A single call may be larger.
+        full: returns the error of a call for which there is no room.
+
+    Attributes:
+        title, concurrency: the same.
+        beside: the lanes of single methods, by name.
+        sink: takes the outcomes of calls, see `zrpc.services.actors.actor`.
+        stopped: the error of all calls after `stop`; None before.
+    """
+
+    def __init__(
+        self,
+        title: str,
+        concurrency: int,
+        beside: Mapping[str, int],
+        max_bytes: int,
+        full: Callable[[Mailbox], BaseException],
+    ) -> None:
+        self.title = title
+        self.concurrency = concurrency
+        self.beside = {name: _Lane(limit) for name, limit in beside.items()}
+        self.sink: Any = None
+        self.stopped: BaseException | None = None
+        self._max_bytes = max_bytes
+        self._full = full
+        # Guards what follows. No other lock is taken while it is held. The threads that take it
+        # hold back signal handlers, or run none.
+        self._lock = threading.Lock()
+        self._main = _Lane(concurrency, ordered=concurrency > 1)
+        self._free = _Lane(0)
+        self._orders: dict[int, _Order] = {}
+        self._running: dict[Any, tuple[_Lane, Request]] = {}
+        self._bytes = 0  # of the entries that wait or are held, abandoned ones included
+        self._last: Call | None = None  # begins when nothing else runs
+
+    # -- events ----------------------------------------------------------------------------
+
+    def arrive(
+        self, call: Call, sender: int = 0, turn: Turn | None = None, method: str = ""
+    ) -> Sequence[Step]:
+        """Takes a call that has come.
+
+        Args:
+            call: the call.
+            sender: the worker that made it.
+            turn: its place in the order of that worker's calls; None if the sender does not know
+                that this is an actor.
+            method: its name, if there are methods beside the others.
+        """
+        steps: list[Step] = []
+        with self._lock:
+            lane = self._main
+            if self.beside:
+                lane = self.beside.get(method, lane)
+            if turn == BESIDE:
+                lane = self._free
+            elif turn is not None:
+                order = self._orders.get(sender)
+                if order is not None and turn == (order.series, order.next) and not order.held:
+                    order.next += 1  # the usual case
+                elif lane is self._main:
+                    self._pass(sender, turn, self._entry(call, steps), steps)
+                    return steps
+                else:
+                    self._pass(sender, turn, None, steps)
+            busy = 0 < lane.limit <= lane.running or lane.starting is not None
+            if busy or lane.waiting or self.stopped is not None:
+                if (entry := self._entry(call, steps)) is not None:
+                    lane.waiting.append(entry)
+            else:
+                lane.running += 1
+                self._running[call[0].scope] = lane, call[0]
+                if lane.ordered:
+                    lane.starting = call[0].scope
+                steps.append(call[1])
+        return steps
+
+    def on_begun(self, scope: Scope) -> Sequence[Step]:
+        """Notes that the function of a call is about to be called; if several run at once."""
+        steps: list[Step] = []
+        with self._lock:
+            if self._main.starting is scope:
+                self._main.starting = None
+                self._go_on(self._main, steps)
+        return steps
+
+    def end(self, scope: Scope) -> Sequence[Step]:
+        """Notes that a call has ended, or never runs. May be called again."""
+        steps: list[Step] = []
+        with self._lock:
+            lane, _ = self._running.pop(scope, (None, None))
+            if lane is not None:
+                lane.running -= 1
+                if lane.starting is scope:
+                    lane.starting = None
+                if lane.waiting or self._last is not None:
+                    self._go_on(lane, steps)
+        return steps
+
+    def skip(self, sender: int, turn: Turn) -> Sequence[Step]:
+        """Notes that the message of a number never comes."""
+        steps: list[Step] = []
+        with self._lock:
+            self._pass(sender, turn, None, steps)
+        return steps
+
+    def on_messages_lost(self, sender: int) -> Sequence[Step]:
+        """Notes that what is missing of a worker's messages never comes."""
+        steps: list[Step] = []
+        with self._lock:
+            order = self._orders.get(sender)
+            if order is not None and order.held:
+                order.next = min(order.held)
+                self._release(order, steps)
+        return steps
+
+    def forget(self, sender: int) -> Sequence[Step]:
+        """Notes that a worker is lost: those of its calls that are not abandoned need not wait."""
+        steps: list[Step] = []
+        with self._lock:
+            order = self._orders.pop(sender, None)
+            if order is not None:
+                self._release_all(order, steps)
+        return steps
+
+    def sweep(self) -> Sequence[Step]:
+        """Ends abandoned calls that will not report their end.
+
+        They were let begin and never will, or have returned a future that may never be done.
+        """
+        with self._lock:
+            useless = [
+                scope
+                for scope in self._running
+                if scope.cancelled and (scope.deferred or not scope.begun)
+            ]
+        # One of them may be about to find out that it must not begin, and ends then once more.
+        return [step for scope in useless for step in self.end(scope)]
+
+    def stop(self, error: BaseException, last: Call) -> Sequence[Step]:
+        """Refuses all calls that wait, and those that come; ``last`` begins when none runs.
+
+        It does not wait for calls beside the others. If this is called again, ``last`` begins after
+        the one before.
+        """
+        steps: list[Step] = []
+        with self._lock:
+            if self.stopped is not None:
+                self._main.waiting.append((last, 0))
+            else:
+                self.stopped, self._last = error, last
+                for call, _ in self._entries():
+                    steps.append(partial(call[2], error))
+                for lane in self._lanes():
+                    lane.waiting.clear()
+                self._orders.clear()
+                self._bytes = 0
+            self._go_on(self._main, steps)
+        return steps
+
+    # -- what there is ---------------------------------------------------------------------
+
+    def missing(self) -> Collection[int]:
+        """Returns the workers one of whose messages must come before others of them begin."""
+        with self._lock:
+            return [sender for sender, order in self._orders.items() if order.held]
+
+    def look(self) -> tuple[list[Request], list[Request]]:
+        """Returns the requests that run, and those that wait, in their order."""
+        with self._lock:
+            running = [request for _, request in self._running.values()]
+            waiting = [call[0] for call, _ in self._entries() if not call[0].scope.cancelled]
+        return running, waiting
+
+    # -- the lock is held ------------------------------------------------------------------
+
+    def _pass(self, sender: int, turn: Turn, entry: _Entry | None, steps: list[Step]) -> None:
+        """Counts a number as passed, with the call that has come with it, if it may wait."""
+        series, number = turn
+        order = self._orders.get(sender)
+        if order is None or series > order.series:
+            if order is not None:
+                self._release_all(order, steps)
+            order = self._orders[sender] = _Order(series)
+        if series == order.series and number >= order.next:
+            order.held[number] = entry
+            self._release(order, steps)
+        elif entry is not None:  # it comes late: it was taken for lost
+            self._main.waiting.append(entry)
+            self._go_on(self._main, steps)
+
+    def _release(self, order: _Order, steps: list[Step]) -> None:
+        """Queues the calls whose turn has come."""
+        while order.next in order.held:
+            entry = order.held.pop(order.next)
+            order.next += 1
+            if entry is not None:
+                self._main.waiting.append(entry)
+        self._go_on(self._main, steps)
+
+    def _release_all(self, order: _Order, steps: list[Step]) -> None:
+        """Queues all calls of an order that is over."""
+        held = [entry for _, entry in sorted(order.held.items()) if entry is not None]
+        self._main.waiting.extend(held)
+        self._go_on(self._main, steps)
+
+    def _go_on(self, lane: _Lane, steps: list[Step]) -> None:
+        """Begins the calls of a lane for which it is time."""
+        if self._last is not None and lane is self._main:
+            if lane.running:
+                return
+            lane.waiting.appendleft((self._last, 0))
+            self._last = None
+        while lane.waiting and not lane.full:
+            (request, begin, _), size = lane.waiting.popleft()
+            self._bytes -= size
+            if not request.scope.cancelled:
+                lane.running += 1
+                self._running[request.scope] = lane, request
+                if lane.ordered:
+                    lane.starting = request.scope
+                steps.append(begin)
+
+    def _entry(self, call: Call, steps: list[Step]) -> _Entry | None:
+        """Returns the entry of a call that waits; if it must not, has it refused."""
+        size = call[0].nbytes + _ENTRY_BYTES
+        error = self.stopped
+        if error is None and self._max_bytes and self._bytes:
+            if self._bytes + size > self._max_bytes:
+                self._drop_abandoned()
+            if self._bytes and self._bytes + size > self._max_bytes:
+                error = self._full(self)
+        if error is not None:
+            steps.append(partial(call[2], error))
+            return None
+        self._bytes += size
+        return call, size
+
+    def _drop_abandoned(self) -> None:
+        for lane in self._lanes():
+            lane.waiting = deque(entry for entry in lane.waiting if not _is_abandoned(entry))
+        for order in self._orders.values():
+            for number, entry in order.held.items():
+                if entry is not None and _is_abandoned(entry):
+                    order.held[number] = None
+        self._bytes = sum(size for _, size in self._entries())
+
+    def _lanes(self) -> list[_Lane]:
+        return [self._main, self._free, *self.beside.values()]
+
+    def _entries(self) -> list[_Entry]:
+        """Returns what waits in the lanes, and then what is held."""
+        held = [each for order in self._orders.values() for _, each in sorted(order.held.items())]
+        queued = [entry for lane in self._lanes() for entry in lane.waiting]
+        return [*queued, *(entry for entry in held if entry is not None)]
+
+
+def _is_abandoned(entry: _Entry) -> bool:
+    return bool(entry[0][0].scope.cancelled)

@@ -1,0 +1,156 @@
+"""Plugs actors into an agent: their end, and the end of calls that don't report theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.service import Handler, Service
+from zrpc.calls.execution import RequestJob
+from zrpc.errors import RpcError
+from zrpc.services.actors.actor import ActorSink, Sink, do
+from zrpc.services.actors.mailbox import Mailbox
+from zrpc.services.rref.messages import RRefId, read_ids
+from zrpc.services.rref.service import RRefService
+from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["ActorService"]
+
+
+class ActorService(Service):
+    """Ends actors, and looks after the order of their calls.
+
+    Attributes:
+        on_stop: called with the id of each actor of this worker that is stopped, in the pool and
+            before its calls are refused.
+    """
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        self._rrefs = agent.service(RRefService)
+        self.on_stop: list[Callable[[RRefId], None]] = []
+
+    @override
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {Kind.SKIP: self._on_skip, Kind.STOP: self._on_stop}
+
+    def mailboxes(self) -> list[Mailbox]:
+        """Returns the mailboxes of the actors that this worker owns."""
+        with self._rrefs.lock:
+            return list(self._rrefs.mailboxes)
+
+    # -- the order of calls ----------------------------------------------------------------
+
+    def _on_skip(self, message: Message) -> None:
+        rref_id, turn = read_ids(message, bytes(message.body))
+        value = self._rrefs.find_value(rref_id)
+        value.when_ready(partial(self._skip, value, message.sender, turn))
+
+    def _skip(self, value: OwnedValue, sender: MemberId, turn: tuple[int, int]) -> None:
+        if value.mailbox is not None:
+            do(value.mailbox.skip(sender, turn))
+
+    @override
+    def tick(self) -> None:
+        for mailbox in self.mailboxes():
+            do(mailbox.sweep())
+
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
+        for mailbox in self.mailboxes():
+            do(mailbox.forget(member))
+
+    @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        for mailbox in self.mailboxes():
+            do(mailbox.on_messages_lost(member))
+
+    @override
+    def awaited_members(self) -> Collection[MemberId]:
+        return {MemberId(each) for mailbox in self.mailboxes() for each in mailbox.missing()}
+
+    # -- the end of an actor ---------------------------------------------------------------
+
+    def _on_stop(self, request: Message) -> None:
+        rref_id = request.attachment(Tag.SUBJECT)[0]
+        value = self._rrefs.find_value(rref_id)
+        scope = self.agent.callee.requests.accept(request)
+        stop = RequestJob(request, partial(self._stop, rref_id, value))
+        value.when_ready(partial(self.agent.receiver.run, stop), scope)
+
+    def _stop(self, rref_id: RRefId, value: OwnedValue, request: Message) -> None:
+        """Stops an actor; in the pool."""
+        callee, mailbox = self.agent.callee, value.mailbox
+        if mailbox is None:
+            callee.refuse(request, _why_no_actor(value))
+            return
+        for follower in self.on_stop:
+            follower(rref_id)
+        worker = self.agent.worker_info.name
+        error = RpcError(
+            f"the actor {mailbox.title} on {worker} was stopped by "
+            f"{self.agent.callees.describe(request.sender)}"
+        )
+        error.executed = False
+        sink = ActorSink(mailbox, _StopSink(callee, value, mailbox.stopped or error))
+        begin = partial(callee.on_call, request, sink, partial(_close_method, value))
+        do(mailbox.stop(error, (request, begin, partial(callee.refuse, request))))
+
+
+def _why_no_actor(value: OwnedValue) -> BaseException:
+    """Returns the error of a stop of something else; of what has failed, its own."""
+    try:
+        found = type(value.get()).__name__
+    except BaseException as error:
+        return error
+    return RpcError(f"stop() ends an actor, and the value of this RRef is none: it is a {found}")
+
+
+def _close_method(value: OwnedValue) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Returns what closes an actor."""
+    close = None if value.ended else getattr(value.get(), "close", None)
+    return close if callable(close) else _nothing, (), {}
+
+
+def _nothing() -> None:
+    """Closes an actor that has no ``close()``."""
+
+
+@dataclass(slots=True, eq=False)
+class _StopSink:
+    """Drops an actor once it is closed, and then answers who has stopped it.
+
+    Args:
+        error: of what is asked of the actor from then on.
+    """
+
+    _callee: Sink
+    _value: OwnedValue
+    _error: BaseException
+
+    def defer(self, request: Message) -> None:
+        """Notes that ``close()`` has returned a future."""
+        self._callee.defer(request)
+
+    def answer(self, request: Message, value: object) -> None:
+        """Takes the result of ``close()``, which nobody gets."""
+        del value
+        self._value.end(self._error)
+        self._callee.answer(request, None)
+
+    def fail(self, request: Message, error: BaseException) -> None:
+        """Takes what ``close()`` has raised."""
+        self._value.end(self._error)
+        self._callee.fail(request, error)
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a stop that never begins."""
+        self._callee.refuse(request, error)
