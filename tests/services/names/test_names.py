@@ -53,17 +53,12 @@ def make(to: str, value: Any = None, name: str = "replay", **more: Any) -> Any:
     return rpc.remote(to, Made, args=(value,), name=name, **more)
 
 
+def make_and_forget() -> None:
+    rpc.remote("worker1", rpc.actor(Made, concurrency=1), name="replay")
+
+
 def get(name: str = "replay", timeout: float = SOON) -> Any:
     return rpc.get_actor(name, timeout).rpc_sync().get()
-
-
-def release(rref: Any) -> None:
-    """What `stop` does to the actor's name."""
-    rref._service.agent.service(NameService).release(rref._rref_id)
-
-
-def release_at(mesh: Mesh, worker: str) -> None:
-    mesh.run(worker, lambda: release(rpc.get_actor("replay")))
 
 
 def names_held(mesh: Mesh) -> list[int]:
@@ -113,14 +108,14 @@ def test_a_name_is_taken_before_the_constructor_runs(mesh: Mesh) -> None:
     assert future.result(SOON) == "slow"
 
 
-def test_the_name_keeps_the_actor_alive_until_it_is_given_up(mesh: Mesh) -> None:
-    mesh.run(0, lambda: make("worker1") and None)
+def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
+    mesh.run(0, make_and_forget)
     gc.collect()
     assert mesh.run(2, get) is None
     [actor] = Made.living
     gone = weakref.ref(actor)
     del actor
-    release_at(mesh, "worker1")
+    mesh.run(2, lambda: rpc.get_actor("replay").stop(SOON))
 
     def is_gone() -> bool:
         gc.collect()
@@ -177,6 +172,37 @@ def test_exist_ok_needs_a_name(mesh: Mesh) -> None:
 def test_any_text_is_a_name(mesh: Mesh) -> None:
     mesh.run(0, make, "worker1", 1, name="Ä /\n'\"🙂")
     assert mesh.run(2, get, "Ä /\n'\"🙂") == 1
+
+
+@rpc.actor
+class Log:
+    """Is made only when the gate is open."""
+
+    def __init__(self, gate: Gate) -> None:
+        gate.wait_inside()
+        self.lines: list[int] = []
+
+    def write(self, line: int) -> list[int]:
+        self.lines.append(line)
+        return list(self.lines)
+
+
+def test_calls_of_an_actor_that_is_found_begin_in_order(mesh: Mesh) -> None:
+    gate = Gate()
+    mesh.run(0, lambda: rpc.remote("worker1", Log, (gate,), name="replay"))
+    gate.await_entry()
+
+    def write() -> Any:
+        log = rpc.get_actor("replay", SOON)
+        futures = [log.rpc_async().write(line) for line in range(20)]
+        gate.open()
+        return futures[-1].wait()
+
+    assert mesh.run(2, write) == list(range(20))
+    with pytest.raises(rpc.RpcError, match="is taken by Log on worker1"):
+        mesh.run(2, make, "worker2")
+    mesh.run(0, lambda: rpc.get_actor("replay").stop(SOON))
+    mesh.run(2, make, "worker2")
 
 
 # -- exist_ok --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.function_names import name_of
@@ -118,7 +119,9 @@ def _claim(
     too_late = partial(_not_claimed, name, to, past, deadline)
     waiting: Waiting[Holder | None] = Waiting(deadline, too_late, to.member_id)
     with agent.service(NameService).waits(waiting, rref_id):
-        naming = Naming(name, name_of(body), past)
+        options = options_of(body[0])
+        what = name_of(body) if options is None else options.title
+        naming = Naming(name, what, options is not None, past)
         more = [(Tag.NAMING, naming.pack())]
         rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more)
         return rref, waiting.get()

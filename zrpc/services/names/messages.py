@@ -118,6 +118,7 @@ class Naming(NamedTuple):
     Attributes:
         name: the actor's name; None if it has none.
         what: what is made, for messages to people.
+        actor: whether it is an actor, whose callers number their calls.
         past: see `Ask`.
         restart: whether its maker makes it again if its owner dies.
         again: whether that is the case now.
@@ -125,6 +126,7 @@ class Naming(NamedTuple):
 
     name: str | None
     what: str
+    actor: bool = False
     past: Holder | None = None
     restart: bool = False
     again: bool = False
@@ -141,9 +143,9 @@ class Naming(NamedTuple):
             ProtocolError: it is something else.
         """
         try:
-            name, what, past, restart, again = json.loads(data)
-            name = None if name is None else str(name)
-            return cls(name, str(what), _holder_or_none(past), bool(restart), bool(again))
+            name, what, actor, past, restart, again = json.loads(data)
+            name, past = None if name is None else str(name), _holder_or_none(past)
+            return cls(name, str(what), bool(actor), past, bool(restart), bool(again))
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"expected the name of an actor: {error}") from error
 

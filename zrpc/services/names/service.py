@@ -159,7 +159,7 @@ class NameService(Service, MessageHooks):
         if mine and value is not None:
             what = f"{naming.what} on {self.agent.worker_info.name}, made by "
             what += self.agent.callees.describe(request.sender)
-            rref = RRef._at_owner(self._rrefs, rref_id)
+            rref = RRef._at_owner(self._rrefs, rref_id, naming.what if naming.actor else "")
             with self._lock:
                 self._named[naming.name] = _Named(holder.number, rref, what)
             value.when_ready(partial(self._on_made, naming.name, holder.number, value))
