@@ -46,7 +46,7 @@ def _count(value: int | None) -> str:
 
 class _Column(NamedTuple):
     heading: str
-    attribute: str  # of a `WorkerRates`, a `FunctionRates` or a `PeerRates`
+    attribute: str  # of a `WorkerRates`, a `FunctionRates`, a `PeerRates` or an `ActorLoad`
     show: Callable[[Any], str] = str
 
     def cell(self, row: object) -> Text:
@@ -89,6 +89,13 @@ _PEER_COLUMNS = (
     _Column("room", "room", _bytes),
     _Column("state", "state"),
 )
+_ACTOR_COLUMNS = (
+    _Column("actor", "name"),
+    _Column("number", "number"),
+    _Column("calls that run", "running"),
+    _Column("calls that wait", "waiting"),
+    _Column("running now", "calls"),
+)
 # By what the workers can be sorted.
 SORT_KEYS = tuple(_COLUMNS)
 _ASCENDING = ("rank", "name", "state")
@@ -121,13 +128,16 @@ def mesh_table(
 
 
 def worker_screen(worker: WorkerRates, rows: int) -> RenderableType:
-    """Returns the screen for one worker, with at most ``rows`` functions and peers each."""
+    """Returns the screen for one worker, with at most ``rows`` rows in each table."""
     where = f", pid {worker.pid} on {worker.host}" if worker.pid else ""
     heading = Text(f"{worker.name} (rank {worker.rank}){where}: {worker.state}", style="bold")
     if worker.why:
         return Group(heading, Text(worker.why))
     functions = _table("Busiest functions", _FUNCTION_COLUMNS, worker.functions[:rows])
-    return Group(heading, functions, _table("Busiest peers", _PEER_COLUMNS, worker.peers[:rows]))
+    tables = [functions, _table("Busiest peers", _PEER_COLUMNS, worker.peers[:rows])]
+    if worker.actors:
+        tables.insert(1, _table("Busiest actors", _ACTOR_COLUMNS, worker.actors[:rows]))
+    return Group(heading, *tables)
 
 
 def _table(title: str, columns: Sequence[_Column], rows: Sequence[object]) -> Table:

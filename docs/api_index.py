@@ -27,6 +27,7 @@ _MODULES = ("autograd", "optim", "nn", "functions", "backend_registry", "constan
 _TESTING = ("testing",)
 # What other modules of zrpc call: public in Python only.
 _INTERNAL = {"Future.of_call", "Future.on_settled", "RRef.fail"}
+_INTERNAL |= {"Queue.ask", "Queue.give_back", "Queue.leave"}
 # Names of torch's that are the same object under a second name.
 _ALIASES = {
     "PyRRef": "RRef",
@@ -48,7 +49,7 @@ the commands, their options and the environment variables.
 
 def page() -> str:
     """Returns the text of the page."""
-    names = {name: getattr(zrpc, name) for name in zrpc.__all__}
+    names = {name: getattr(zrpc, name) for name in zrpc._PUBLIC}
     errors = {name: value for name, value in names.items() if _is_error(value)}
     others = {name: value for name, value in names.items() if name not in errors}
     parts = [

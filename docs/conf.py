@@ -46,7 +46,9 @@ nitpick_ignore_regex = [
     ("py:class", r"(?!zrpc\.).*"),
     # Type variables.
     ("py:class", r"zrpc\..*\._?[A-Z]"),
-    ("py:exc", r"\w+"),
+    # The type of a decorator.
+    ("py:class", r"zrpc\.functions\._OfLists"),
+    ("py:exc", r"(?!zrpc\.).*"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),
 ]

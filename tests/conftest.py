@@ -31,6 +31,7 @@ gc.disable()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell starts `pytest &` that way, and each process would inherit it: no test of Ctrl-C ends.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
 

@@ -45,9 +45,11 @@ FACE = {
     "zrpc.autograd",
     "zrpc.backend_registry",
     "zrpc.bootstrap",
+    "zrpc.groups",
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
+    "zrpc.streams",
 }
 # What goes by value in a pickle.
 VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
@@ -56,10 +58,14 @@ NEIGHBOURS = {
     ("actors", "rref"),
     ("autograd", "rref"),
     ("debugger", "inspection"),
+    ("groups", "rref"),
+    ("groups", "shm"),
+    ("inspection", "actors"),
     ("inspection", "rref"),
     ("names", "actors"),
     ("names", "rref"),
     ("rref", "actors"),
+    ("streams", "rref"),
     ("tracing", "autograd"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
@@ -67,20 +73,21 @@ _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
         garbage_collector green_threads interrupts leader_follower processor_time resource_limits
         switch_interval thread_errors thread_pool torch_modes""",
-    "zrpc.wire": "cut exceptions graph_capture kind member_id message pickling unpickling",
-    "zrpc.transport": "address chunks curve identity listener_probe network",
+    "zrpc.wire": "cut exceptions graph_capture kind member_id message parts pickling unpickling",
+    "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
         launched liveness missing_ranks peer_record rendezvous secret signed_store store view
         worker_info""",
-    "zrpc.calls": """call_counters callee callees caller cancel_scope codec execution function_names
-        future future_group last_calls main_copies message_hooks open_telemetry outbox pending_call
-        pending_calls recorder""",
+    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec execution
+        function_names future future_error future_group last_calls main_copies message_hooks
+        open_telemetry outbox pending_call pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """actors.service autograd.grad_lock autograd.service collectives
-        debugger.prompt debugger.service elastic.join elastic.limits inspection.discovery
+    "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
+        collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
+        groups.future groups.gathering groups.group groups.service inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service names.claims names.service rref.rref rref.service shm.segments
-        shm.service tracing.service""",
+         metrics.service names.claims names.service queue.service rref.rref rref.service
+         shm.segments shm.service streams.service streams.stream tracing.service""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
@@ -88,7 +95,7 @@ _SURFACE = {
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
-    "leaves": "actors constants errors functions options stand_in torch_internals",
+    "leaves": "actors batch_values constants errors functions options stand_in torch_internals",
 }
 SURFACE = {room: {name.strip(".") for name in names.split()} for room, names in _SURFACE.items()}
 LEAVES = {f"zrpc.{name}" for name in SURFACE["leaves"]}

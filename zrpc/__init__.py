@@ -48,6 +48,11 @@ if TYPE_CHECKING:
     from zrpc.calls.future_group import wait_all as wait_all
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.errors import *  # noqa: F403
+    from zrpc.functions import batched as batched
+    from zrpc.groups import each as each
+    from zrpc.groups import group as group
+    from zrpc.groups import share as share
+    from zrpc.groups import split as split
     from zrpc.launch.processes import spawn as spawn
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.mesh import all_gather as all_gather
@@ -68,8 +73,11 @@ if TYPE_CHECKING:
     from zrpc.options import TensorPipeRpcBackendOptions as TensorPipeRpcBackendOptions
     from zrpc.options import ZmqRpcBackendOptions as ZmqRpcBackendOptions
     from zrpc.services.debugger.debugger import breakpoint as breakpoint
+    from zrpc.services.queue.queue import Queue as Queue
     from zrpc.services.rref.rref import PyRRef as PyRRef
     from zrpc.services.rref.rref import RRef as RRef
+    from zrpc.streams import Stream as Stream
+    from zrpc.streams import rpc_stream as rpc_stream
     from zrpc.testing.startup import local_mesh as local_mesh
 
     __version__: str
@@ -88,6 +96,8 @@ _NAMES = {
     "zrpc.calls.future_group": "as_completed collect_all wait_all",
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
     "zrpc.errors": " ".join(errors.__all__),
+    "zrpc.functions": "batched",
+    "zrpc.groups": "each group share split",
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
     "zrpc.mesh": """all_gather barrier get_actor get_worker_infos is_initialized on_worker_joined
@@ -95,19 +105,18 @@ _NAMES = {
     "zrpc.options": """ProcessGroupRpcBackendOptions RpcBackendOptions
         TensorPipeRpcBackendOptions ZmqRpcBackendOptions""",
     "zrpc.services.debugger.debugger": "breakpoint",
+    "zrpc.services.queue.queue": "Queue",
     "zrpc.services.rref.rref": "PyRRef RRef",
+    "zrpc.streams": "Stream rpc_stream",
     "zrpc.testing.startup": "local_mesh",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-# Without the modules: a star import would hide names such as `errors` or `options` of a program.
-# For the same reason without names of other people's modules.
-_NOT_STARRED = {"concurrent"}
-__all__ = sorted(
-    name
-    for name in _HOME
-    if _HOME[name] != "zrpc" and not name.startswith("_") and name not in _NOT_STARRED
-)
+# Without the modules.
+_PUBLIC = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
+# A star import would hide what a program has under these names, or under those of the modules.
+_NOT_FOR_STAR = {"concurrent", "each", "group", "share", "split"}
+__all__ = [name for name in _PUBLIC if name not in _NOT_FOR_STAR]
 
 
 def __getattr__(name: str) -> Any:
@@ -126,4 +135,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_NOT_STARRED, *_NAMES["zrpc"].split(), "__version__"})
+    return sorted({*globals(), *_PUBLIC, *_NAMES["zrpc"].split(), "__version__"})

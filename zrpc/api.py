@@ -30,6 +30,8 @@ from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
+from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.group import RRefGroup, WorkerGroup
 from zrpc.services.names.claims import make_named
 from zrpc.services.rref.rref import RRef
 from zrpc.wire.kind import Kind
@@ -49,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 To = str | int | WorkerInfo
+Group = WorkerGroup
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Function = Callable[..., T]
@@ -198,8 +201,16 @@ def rpc_sync(
 def rpc_sync(
     to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> T: ...
+@overload
 def rpc_sync(
-    to: To,
+    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> list[T]: ...
+@overload
+def rpc_sync(
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> list[T]: ...
+def rpc_sync(
+    to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -208,7 +219,8 @@ def rpc_sync(
     """Runs ``func(*args, **kwargs)`` on another worker, and waits for its result.
 
     Args:
-        to: the worker's name, rank or `WorkerInfo`; it may be this worker.
+        to: the worker's name, rank or `WorkerInfo`; it may be this worker. Or a group of workers,
+            see `zrpc.group`.
         func: any callable: a torch operator, a function, a class, a bound method, a lambda or
             closure, a TorchScript function, an ``async def`` function, or one marked with
             `zrpc.functions.async_execution`.
@@ -218,7 +230,7 @@ def rpc_sync(
             is never longer than the handler's own caller still waits.
 
     Returns:
-        What ``func`` returned.
+        What ``func`` returned; for a group, a list of that in the group's order.
 
     Raises:
         RpcTimeoutError: it took longer; ``func`` may still be running.
@@ -227,6 +239,7 @@ def rpc_sync(
         NotInitializedError: this process is not a worker.
         ValueError: ``to`` is neither name, rank nor WorkerInfo.
         RpcError: there is no such worker.
+        GroupError: some members of a group have failed.
         Exception: the error that ``func`` raised, with its own type; its cause is a `RemoteError`
             with the remote traceback.
 
@@ -240,6 +253,8 @@ def rpc_sync(
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
+    if isinstance(to, Group):
+        return to.call(body, timeout)
     return agent.caller.call(agent.membership.find(to), Kind.CALL, body, timeout)
 
 
@@ -251,8 +266,16 @@ def rpc_async(
 def rpc_async(
     to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
 ) -> Future[T]: ...
+@overload
 def rpc_async(
-    to: To,
+    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> GroupFuture[T]: ...
+@overload
+def rpc_async(
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> GroupFuture[T]: ...
+def rpc_async(
+    to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -264,7 +287,8 @@ def rpc_async(
     ``max_bytes_in_flight``.
 
     Arguments and errors are those of `rpc_sync`; the future raises the errors that come after the
-    call is sent. If nobody asks the future for its value, its error is logged.
+    call is sent. If nobody asks the future for its value, its error is logged. For a group, it is a
+    future of the list, and its ``parts`` are one future for each member.
 
     Example:
         >>> futures = [rpc_async("worker1", torch.mul, args=(torch.ones(1), i)) for i in range(3)]
@@ -275,9 +299,11 @@ def rpc_async(
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
-    future: Future[Any] = agent.caller.call_async(
-        agent.membership.find(to), Kind.CALL, body, timeout
-    )
+    future: Future[Any]
+    if isinstance(to, Group):
+        future = to.call_async(body, timeout)
+    else:
+        future = agent.caller.call_async(agent.membership.find(to), Kind.CALL, body, timeout)
     futures = getattr(_collected, "futures", None)
     if futures is not None:
         futures.append(future)
@@ -306,8 +332,16 @@ def remote(
     name: str | None = ...,
     exist_ok: bool = ...,
 ) -> RRef[T]: ...
+@overload
 def remote(
-    to: To,
+    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> RRefGroup[T]: ...
+@overload
+def remote(
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+) -> RRefGroup[T]: ...
+def remote(
+    to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
@@ -315,15 +349,16 @@ def remote(
     *,
     name: str | None = None,
     exist_ok: bool = False,
-) -> RRef[Any]:
+) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker, and returns an `RRef` at once.
 
     The result stays on that worker, its owner. Arguments are those of `rpc_sync`. If the function
-    fails, or takes longer than ``timeout``, you get the error when you use the RRef.
+    fails, or takes longer than ``timeout``, you get the error when you use the RRef. For a group,
+    it returns a group of RRefs.
 
     With a ``name``, it first waits until the result has that name, which is unique in the mesh, and
-    by which `zrpc.get_actor` finds it on any worker. The name keeps the result alive, until the
-    owner leaves or dies. If the function fails, the name is free again. If the name is taken,
+    by which `zrpc.get_actor` finds it on any worker. The name keeps the result alive, until it is
+    stopped, or its owner leaves or dies. If the function fails, the name is free again. If the name is taken,
     RpcError says by what; with ``exist_ok`` the RRef of that is returned instead, and the owner,
     function and arguments are ignored. See :doc:`/how-to/actors`.
 
@@ -339,9 +374,16 @@ def remote(
     agent = current_agent()
     body = _body(func, args, kwargs)
     if name is not None:
+        if isinstance(to, Group):
+            raise ValueError(
+                f"expected one worker for the name {name!r}, got a group: make each member's actor "
+                "by its own call of remote, with its own name"
+            )
         return make_named(agent, agent.membership.find(to), body, timeout, name, exist_ok)
     if exist_ok:
         raise ValueError("expected a name with exist_ok=True, got none: pass name=...")
+    if isinstance(to, Group):
+        return to.create(body, timeout)
     return RRef._create(agent, agent.membership.find(to), body, timeout)
 
 

@@ -39,15 +39,19 @@ from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.actors.service import ActorService
 from zrpc.services.autograd.service import AutogradService
+from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
+from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.names.service import NameService
+from zrpc.services.queue.service import QueueService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
+from zrpc.services.streams.service import StreamService
 from zrpc.services.tracing.service import TracingService
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
@@ -60,12 +64,16 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     plug_in_rrefs,
     ActorService,
     NameService,
+    GroupService,
+    StreamService,
     AutogradService,
     InspectionService,
     Collectives,
     TracingService,
     DebuggerService,
     MetricsService,
+    BatchingService,
+    QueueService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

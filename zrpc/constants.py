@@ -7,6 +7,7 @@ from datetime import timedelta
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_PREFETCH",
     "DEFAULT_PROCESS_GROUP_TIMEOUT",
     "DEFAULT_RPC_TIMEOUT_SEC",
     "DEFAULT_SHUTDOWN_TIMEOUT",
@@ -15,6 +16,8 @@ __all__ = [
 
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
+# How many items the generator of a stream may be ahead of its reader.
+DEFAULT_PREFETCH = 256
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 # Stands for the default timeout, in each function that takes a timeout.

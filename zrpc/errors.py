@@ -14,6 +14,8 @@
         ├── RemoteError               the callee failed; the message describes it
         ├── BackwardError             a worker's part of a backward pass failed
         ├── CallbackError             a future's callback can't be called (also a TypeError)
+        ├── QueueClosed               a queue takes no more items, or has none left
+        ├── GroupError                members of a group failed (also an ExceptionGroup)
         ├── OptionError               an option has no such value (also a ValueError)
         └── WorkerDied                the peer is lost (also a ConnectionError)
             └── OwnerDied             the owner of an RRef's value is lost
@@ -26,17 +28,20 @@ the remote traceback is its ``__cause__``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
-from typing import TypeVar
+from typing import Any, TypeVar
 
 __all__ = [
     "AuthenticationError",
     "BackwardError",
     "CallbackError",
+    "GroupError",
     "NotInitializedError",
     "OptionError",
     "OwnerDied",
     "ProtocolError",
+    "QueueClosed",
     "RemoteError",
     "RendezvousError",
     "RpcCancelledError",
@@ -48,6 +53,8 @@ __all__ = [
 
 
 T = TypeVar("T", bound=BaseException)
+# The text of an error of a group names that many of its members.
+_SHOWN_MEMBERS = 8
 
 
 class RpcError(RuntimeError):
@@ -136,10 +143,84 @@ class CallbackError(RpcError, TypeError):
     """
 
 
+class GroupError(RpcError, ExceptionGroup):
+    """Some members of a group have failed; the others were not cancelled.
+
+    It is an ``ExceptionGroup`` too: ``except*`` handles the members' errors by their types.
+    `RpcError.executed` is False if no function has run, so that the whole call can be made again.
+
+    Attributes:
+        errors: the errors of those that have failed, by their place in the group.
+        results: what the others returned, by their place.
+
+    Example:
+        >>> import zrpc
+        >>> def check(rank):
+        ...     if rank == 1:
+        ...         raise LookupError("not here")
+        ...     return rank
+        >>> try:
+        ...     zrpc.rpc_sync(zrpc.group("worker*"), check, args=(zrpc.each([0, 1, 2]),))
+        ... except GroupError as error:
+        ...     print(error.errors, error.results)
+        {1: LookupError('not here')} {0: 0, 2: 2}
+    """
+
+    errors: dict[int, Exception]
+    results: dict[int, Any]
+
+    def __new__(cls, message: str, errors: Sequence[Exception]) -> GroupError:  # noqa: D102
+        made: GroupError = ExceptionGroup.__new__(cls, message, errors)
+        made.errors, made.results = dict(enumerate(errors)), {}
+        return made
+
+    @classmethod
+    def of(
+        cls,
+        errors: Mapping[int, Exception],
+        results: Mapping[int, Any],
+        names: Sequence[str],
+        what: str = "members of the group",
+    ) -> GroupError:
+        """Returns the error of a group, by places; ``names`` says what is at each place.
+
+        :meta private:
+        """
+        shown = [
+            f"{names[place]}: {type(error).__name__}: {error}"
+            for place, error in [*errors.items()][:_SHOWN_MEMBERS]
+        ]
+        if len(errors) > len(shown):
+            shown.append(f"and {len(errors) - len(shown)} more")
+        failed = f"{len(errors)} of {len(names)} {what} failed"
+        error = cls(f"{failed}: {'; '.join(shown)}", [*errors.values()])
+        error.errors, error.results = dict(errors), dict(results)
+        if not results and all(map(was_not_executed, errors.values())):
+            error.executed = False
+        return error
+
+    def derive(self, excs: Sequence[Exception]) -> GroupError:  # type: ignore[override]
+        """Returns the error of some of the members, with the same results; for ``except*``."""
+        error = type(self)(self.message, excs)
+        places = {id(each): place for place, each in self.errors.items()}
+        if all(id(each) in places for each in excs):
+            error.errors = {places[id(each)]: each for each in excs}
+        error.results, error.executed = self.results, self.executed
+        return error
+
+
 class OptionError(RpcError, ValueError):
     """An option or a timeout has a value that is not possible.
 
     ``torch.distributed.rpc`` raises a RuntimeError then.
+    """
+
+
+class QueueClosed(RpcError):
+    """A `zrpc.Queue` was closed: it takes no more items, and those that it had are taken.
+
+    A call that waits for an item also ends with this error once all workers have called
+    ``shutdown``, since no worker will put one.
     """
 
 

@@ -234,6 +234,18 @@ def test_many_silent_connections(attacked: Mesh) -> None:
         assert grown < 64 * 2**20 + 20_000 * number, f"{grown} bytes for {number} connections"
 
 
+@pytest.mark.zrpc(**PROCESSES, options={"transport": "tcp"})
+def test_the_memory_of_strangers_is_given_back_when_they_have_left(attacked: Mesh) -> None:
+    endpoint = attacked.run(1, _tcp_endpoint)
+    almost = GREETING + b"\x06" + struct.pack(">Q", MAX_FRAME_BYTES) + bytes(MAX_FRAME_BYTES - 1)
+    before = attacked.run(1, _resident)
+    with contextlib.ExitStack() as stack:
+        for _ in range(64):
+            stack.enter_context(connect(endpoint)).sendall(almost)
+        until(lambda: attacked.run(1, _resident) > before + 48 * 2**20, "it holds what they sent")
+    until(lambda: attacked.run(1, _resident) < before + 16 * 2**20, "the memory is given back")
+
+
 def _room_for_connections() -> int:
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - 500
 

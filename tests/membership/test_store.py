@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ from torch.distributed import DistNetworkError, TCPStore
 
 import zrpc.membership.store
 from tests.support.waiting import until
+from tests.transport.two_hosts import namespaces
 from zrpc.errors import RendezvousError
 from zrpc.launch import Task
 from zrpc.membership.signed_store import SignedStore
@@ -51,6 +53,20 @@ def test_a_store_of_each_kind(
 def test_ranks_in_the_url_are_ignored(tmp_path: Path) -> None:
     store = connect_store(f"file://{tmp_path}/store?rank=0&world_size=1", 0, 1, SOON)
     store.set("key", "value")
+
+
+@pytest.mark.system
+def test_a_host_without_loopback_is_told_so_at_once(free_port: int) -> None:
+    def host_the_store(namespace: str) -> None:
+        with open(f"/run/netns/{namespace}") as file:
+            assert not ctypes.CDLL(None).setns(file.fileno(), 0)  # this thread, and those it starts
+        connect_store(f"tcp://127.0.0.1:{free_port}", 0, 2, 3600.0)
+
+    # The loopback interface of a new namespace is down.
+    with namespaces(1) as [name], ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(host_the_store, name)
+        with pytest.raises(RendezvousError, match=r"not reach itself .* loopback interface must"):
+            waiting.result(timeout=30.0)
 
 
 @pytest.mark.system
@@ -225,15 +241,21 @@ def test_a_master_behind_a_firewall(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "firewalls on the way let TCP port 29500 pass" in str(info.value)
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1"])
+@pytest.mark.parametrize(
+    ("host", "advice"),
+    [
+        ("127.0.0.1", r"there \(Network is unreachable\): its loopback interface"),
+        ("192.0.2.1", r"does not \(Network is unreachable\): MASTER_ADDR"),
+    ],
+)
 def test_a_master_that_does_not_reach_itself(
-    free_port: int, monkeypatch: pytest.MonkeyPatch, host: str
+    free_port: int, monkeypatch: pytest.MonkeyPatch, host: str, advice: str
 ) -> None:
     def connect(*_: Any) -> socket.socket:
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(socket, "create_connection", connect)
-    with pytest.raises(RendezvousError, match=r"does not \(Network is unreachable\): MASTER_ADDR"):
+    with pytest.raises(RendezvousError, match=advice):
         connect_store(f"tcp://{host}:{free_port}", 0, 1, 0.2)
     until(lambda: not [each for each in threading.enumerate() if each.name == "zrpc-store"])
 

@@ -284,6 +284,77 @@ def test_it_is_part_of_its_parents_state(module: RemoteModule) -> None:
     assert value(module).factor == 0
 
 
+class Versioned(torch.nn.Module):
+    """Has stored half of its factor since version 2, and converts what is older."""
+
+    _version = 2
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.stored = torch.nn.Parameter(torch.tensor(factor / 2))
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, *found: Any
+    ) -> None:
+        if (local_metadata.get("version") or 1) < 2:
+            state_dict[prefix + "stored"] = state_dict[prefix + "stored"] / 2
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *found)
+
+
+def versioned(factor: float) -> torch.nn.Module:
+    inner = torch.nn.Sequential(Versioned(factor), torch.nn.Sequential(Versioned(factor)))
+    return torch.nn.Sequential(inner, torch.nn.ReLU())
+
+
+@pytest.mark.parametrize("of_old_version", [False, True])
+@pytest.mark.parametrize("saved_locally", [False, True])
+def test_a_parent_keeps_the_versions_of_its_parts(
+    caller: Mesh, saved_locally: bool, of_old_version: bool
+) -> None:
+    local = torch.nn.Sequential(versioned(8.0), Versioned(8.0))
+    remote = torch.nn.Sequential(
+        RemoteModule("worker1", versioned, (8.0,)), RemoteModule("worker1", Versioned, (8.0,))
+    )
+    assert remote.state_dict()._metadata == local.state_dict()._metadata
+    state = copy.deepcopy((local if saved_locally else remote).state_dict())
+    if of_old_version:
+        for metadata in state._metadata.values():
+            metadata["version"] = 1
+    for whole in (local, remote):
+        assert not any(whole.load_state_dict(state))
+        stored = {each.item() for each in whole.state_dict().values()}
+        assert stored == {2.0 if of_old_version else 4.0}
+    assert list(remote.modules()) == [remote, *remote]
+
+
+def test_a_parent_assigns_the_tensors_of_a_state_if_asked(caller: Mesh) -> None:
+    whole = torch.nn.Sequential(RemoteModule("worker1", versioned, (8.0,)))
+    doubles = torch.nn.Sequential(versioned(3.0).double()).state_dict()
+    whole.load_state_dict(doubles)
+    assert {each.dtype for each in whole.state_dict().values()} == {torch.float32}
+    whole.load_state_dict(doubles, assign=True)
+    assert {each.dtype for each in whole.state_dict().values()} == {torch.float64}
+
+
+def test_a_parent_finds_what_is_wrong_in_a_state_as_a_local_one_does(caller: Mesh) -> None:
+    local = torch.nn.ModuleList([torch.nn.Linear(3, 2), Scale(), torch.nn.Linear(3, 2)])
+    remote = torch.nn.ModuleList([local[0], RemoteModule("worker1", Scale), local[2]])
+    state = local.state_dict()
+    for name in ("0.weight", "1.linear.weight", "1.linear.bias", "2.weight"):
+        state[name] = torch.ones(7)
+    del state["1.calls"]
+    state["1.other"] = state["1.linear.other"] = torch.ones(1)
+    errors = []
+    for whole in (local, remote):
+        with pytest.raises(RuntimeError, match=r"size mismatch for 1\.linear\.weight") as info:
+            whole.load_state_dict(state)
+        errors.append(str(info.value))
+        assert whole[1].state_dict()["factor"] == 1
+    assert errors[0] == errors[1]
+    right = {name: each for name, each in state.items() if each.shape != (7,)}
+    assert remote.load_state_dict(right, strict=False) == local.load_state_dict(right, strict=False)
+
+
 def test_a_parent_module_can_be_passed_to_a_worker(module: RemoteModule) -> None:
     found = zrpc.rpc_sync("worker2", run_both, (Both(module), X))
     torch.testing.assert_close(found, Scale(2.0)(Scale(0.5)(X)))

@@ -25,6 +25,7 @@ _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 # Large packets, since each costs the thread some microseconds.
 _MTU = 60_000
+_LARGE = 1000
 _JOIN_SECONDS = 30.0
 _TCP = 6
 _SYN, _RST, _ACK = 0x02, 0x04, 0x10
@@ -35,6 +36,8 @@ class Path(Enum):
 
     GOOD = "arrive"
     LOST = "are lost"
+    # As by a tunnel behind a firewall that drops the messages about that.
+    LARGE_LOST = "are lost if they are large"
     # As by a firewall that rejects with a TCP reset: new connections only, but for one port.
     REFUSED = "open no connection"
 
@@ -105,7 +108,7 @@ class Switch:
 
     def _forward(self, packet: bytes, sender: int, receiver: int) -> None:
         path = self._paths.get((sender, receiver), Path.GOOD)
-        if path is Path.LOST:
+        if path is Path.LOST or (path is Path.LARGE_LOST and len(packet) > _LARGE):
             return
         to = receiver
         if path is Path.REFUSED and opens_connection(packet, self._open_port):

@@ -45,6 +45,8 @@ class BreakingRelay:
         for each in (self._listener, self._woken):
             self._selector.register(each, selectors.EVENT_READ)
         self._closed = False
+        self._to_swallow = 0
+        self._swallowed: list[socket.socket] = []
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
@@ -68,6 +70,14 @@ class BreakingRelay:
             self.broken.clear()
         self._waker.send(b"!")
 
+    def swallow(self, connections: int) -> None:
+        """Lets nothing through of the next connections, which stay open: to break without a word.
+
+        The current ones are broken.
+        """
+        self._to_swallow = connections
+        self.break_after(0)
+
     def __enter__(self) -> BreakingRelay:
         return self
 
@@ -80,7 +90,7 @@ class BreakingRelay:
         self._closed = True
         self._waker.send(b"!")
         self._thread.join(SOON)
-        for each in (self._listener, self._waker, self._woken, *self._ends):
+        for each in (self._listener, self._waker, self._woken, *self._ends, *self._swallowed):
             each.close()
         self._selector.close()
 
@@ -102,6 +112,10 @@ class BreakingRelay:
 
     def _accept(self) -> None:
         client = self._listener.accept()[0]
+        if self._to_swallow:
+            self._to_swallow -= 1
+            self._swallowed.append(client)
+            return
         server = socket.create_connection(self._target)
         for one, other, forward in ((client, server, True), (server, client, False)):
             self._ends[one] = other, forward

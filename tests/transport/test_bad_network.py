@@ -57,6 +57,58 @@ assert sorted(ran) == list(range(200)), ran  # once each
 """
 
 
+BLACK_HOLE = """
+import os, time
+import zrpc
+
+rank = int(os.environ["RANK"])
+zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(init_timeout=15))
+assert zrpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+open(f"ready{rank}", "w").close()
+if rank == 0:
+    end = time.monotonic() + 30
+    while not os.path.exists("cut"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert zrpc.rpc_sync("w1", max, (1, 2)) == 2
+    try:
+        zrpc.rpc_sync("w1", len, (bytes(100_000),), timeout=12)
+    except zrpc.RpcTimeoutError as error:
+        print(error)
+    open("seen", "w").close()
+end = time.monotonic() + 60
+while not os.path.exists("seen"):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+zrpc.shutdown(graceful=False)
+"""
+
+
+def test_large_packets_that_are_lost_are_reported(
+    start_workers: Callable[..., Any],
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with connected(2, PORT) as (names, switch):
+        hosts = [Host(name, tmp_path_factory.mktemp("host")) for name in names]
+        env = {
+            "ZRPC_SECRET": new_secret(),
+            "MASTER_ADDR": address_of(0),
+            "MASTER_PORT": str(PORT),
+        }
+        workers = start_workers(hosts, BLACK_HOLE, env, env)
+        ready = [tmp_path / f"ready{rank}" for rank in range(2)]
+        until(lambda: all(each.exists() for each in ready), within=SOON)
+        switch.set(Way.LARGE_LOST, 0, 1)
+        (tmp_path / "cut").touch()
+        for code, output in workers.outcomes():
+            assert code == 0, output
+        output = workers.output(0)
+        said = f"large packets do not reach w1 (rank 1) at tcp://{address_of(1)}:"
+        assert output.count(said) == 2, output  # in the log, and in the error
+        assert "MTU" in output
+
+
 def test_a_short_interruption_loses_nothing(
     start_workers: Callable[..., Any],
     tmp_path: Path,

@@ -219,6 +219,17 @@ def test_messages_received_before_a_break_are_read_after_it(
             network.close(0, ())
 
 
+@pytest.mark.system
+def test_a_connection_that_breaks_in_its_handshake_without_a_word_is_made_again(
+    mesh: Mesh,
+) -> None:
+    """What was sent is neither sent nor lost meanwhile: no question can come through either."""
+    with BreakingRelay.before(mesh, 0, 1) as relay, mesh.agent(0).as_current():
+        relay.swallow(1)
+        assert zrpc.rpc_sync(1, echo, (b"x",), timeout=SOON) == b"x"
+        mesh.shutdown()
+
+
 _ran: set[int] = set()
 
 

@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from tests.support.waiting import until
+from tests.transport.breaking_relay import BreakingRelay
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import identity_of
 from zrpc.transport.listener_probe import ListenerProbe
@@ -97,6 +98,29 @@ def test_a_peer_that_accepts_but_does_not_answer_causes_no_event(
             assert connection.recv(10)  # it has connected, and sends its greeting
             # The attempt times out, like one to a stopped process.
             assert await_events(heartbeats) == [(1, False)]
+
+
+@pytest.mark.system
+def test_a_handshake_that_breaks_without_a_word_is_tried_again_within_the_limit(
+    context: zmq.Context[Any],
+) -> None:
+    """Not only once. The pace is that of the default limit of 10 s."""
+    inbox, endpoint = listening(context, "tcp://127.0.0.1:*")
+    heartbeats = Heartbeats(context, b"z" + bytes(16))
+    heartbeats.set_pace(2.0, 4.0)
+    with BreakingRelay(endpoint) as relay:
+        for swallowed in (0, 2):
+            relay.swallow(swallowed)
+            if not swallowed:
+                heartbeats.watch(3, relay.endpoint)
+            found: list[tuple[int, bool]] = []
+            until(lambda found=found: found.extend(heartbeats.events()) or (3, True) in found)
+            # It broke, and twice it was not made.
+            assert found == [(3, False)] * (swallowed and 3) + [(3, True)]
+        until(lambda: not heartbeats.notices() and inbox.poll(0))
+        heartbeats.forget(3)
+    heartbeats.close()
+    inbox.close()
 
 
 def test_events_name_the_peer_until_it_is_forgotten(

@@ -52,7 +52,7 @@ from zrpc.membership.liveness import LivenessMonitor
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
-from zrpc.runtime.allocator import keep_freed_memory
+from zrpc.runtime.allocator import give_back_freed_memory, keep_freed_memory
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.switch_interval import SwitchInterval
 from zrpc.runtime.thread_errors import printing_errors
@@ -212,6 +212,7 @@ class Agent:
             self.dispatcher.register(kind, handler)
         for tag, reader in service.extension_readers().items():
             self.dispatcher.register_extension(tag, reader)
+        self.callee.deferrals.update(service.deferrals())
 
     def service(self, kind: type[S]) -> S:
         """The service of this type.
@@ -303,8 +304,13 @@ class Agent:
             self.completions.relieve,
             self.callee.drop_abandoned,
             self.outbox.retry,
+            self._give_back_memory,
         )
         self._each("a tick", (*parts, *(service.tick for service in self.services)))
+
+    def _give_back_memory(self) -> None:
+        if self.network.strangers_left_memory():
+            self.pool.submit(give_back_freed_memory)
 
     def _on_member_lost(self, member: MemberId) -> None:
         parts = (

@@ -8,9 +8,12 @@ tells it what happens. A service never sets anything of the agent's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zrpc.calls.callee import TakeOver
 from zrpc.calls.message_hooks import MessageHooks
+from zrpc.functions import Deferral
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -18,10 +21,27 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
 
-__all__ = ["ExtensionReader", "Handler", "Service"]
+__all__ = ["ActorStats", "ExtensionReader", "Handler", "Service"]
 
 Handler = Callable[[Message], None]
 ExtensionReader = Callable[[Message, bytes], Any]
+
+
+@dataclass(frozen=True)
+class ActorStats:
+    """The actors of one class on a worker.
+
+    Attributes:
+        number: how many there are.
+        running: how many calls they run.
+        waiting: how many calls wait for their turn.
+        calls: the names of the methods that run.
+    """
+
+    number: int
+    running: int
+    waiting: int
+    calls: list[str]
 
 
 class Service:
@@ -51,6 +71,14 @@ class Service:
 
         What a reader returns is `Message.attachments` [tag], for handlers and for the code that
         unpickles the message.
+        """
+        return {}
+
+    def deferrals(self) -> Mapping[type[Deferral], TakeOver]:
+        """Returns what takes over the calls of marked functions, by the type of the mark.
+
+        It is called in the thread that has unpickled the call, and gives the outcome to the sink at
+        any time, in any thread of the pool.
         """
         return {}
 
@@ -96,6 +124,10 @@ class Service:
 
     def stats(self) -> Mapping[str, int]:
         """Returns numbers for `zrpc.agent.stats.Stats`, by name; it must be quick."""
+        return {}
+
+    def actors(self) -> Mapping[str, ActorStats]:
+        """Returns what there is to know of this worker's actors, by the name of their class."""
         return {}
 
     def on_handler_failed(self, error: BaseException) -> None:

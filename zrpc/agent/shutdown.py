@@ -124,6 +124,14 @@ class Shutdown:
         """Whether all workers have begun to shut down; false if each leaves by itself."""
         return self._termination.all_begun
 
+    @property
+    def ends_waits(self) -> bool:
+        """Whether what waits here for other workers, without a call of its own, waits in vain.
+
+        All of them have begun to shut down; or this one leaves by itself.
+        """
+        return self.all_begun
+
     def obstacles(self) -> str:
         """Returns what other workers are waited for, as far as is known here: "; ..." or ""."""
         missing = [rank_of(member) for member in self._termination.missing]
@@ -225,6 +233,11 @@ class SoloShutdown(Shutdown):
     @override
     def asked(self) -> bool:
         return self.phase is Phase.BEGUN
+
+    @property
+    @override
+    def ends_waits(self) -> bool:
+        return self.phase >= Phase.BEGUN
 
     @override
     def begin(self) -> None:

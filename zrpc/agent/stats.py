@@ -14,12 +14,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zrpc.agent.agent import Agent
+from zrpc.agent.service import ActorStats
 from zrpc.calls.call_counters import BUCKET_SECONDS, quantile
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
     "CallStats",
+    "GroupStats",
     "HandlerStats",
     "PeerStats",
     "Stats",
@@ -86,6 +88,20 @@ class TrafficStats:
 
     bytes_sent: int = 0
     bytes_received: int = 0
+
+
+@dataclass(frozen=True)
+class GroupStats:
+    """The arguments of this worker's calls of groups that several members get.
+
+    Attributes:
+        bytes_packed: of these arguments, each once.
+        bytes_sent: of what left this worker for them: once for all members on this host that read
+            it in shared memory, and once for each other member.
+    """
+
+    bytes_packed: int = 0
+    bytes_sent: int = 0
 
 
 @dataclass(frozen=True)
@@ -159,11 +175,13 @@ class Stats:
         rrefs_owned: values that it owns and that are referred to.
         rrefs_held: references that it holds to values of others.
         autograd_contexts: distributed autograd contexts that it takes part in.
+        actors: the actors that it owns, by the name of their class.
         reconnects: connections that were made again.
         messages_lost: messages to it that are known to be lost, and calls for which it is not known
             whether they were.
         heartbeats_missed: how often a peer did not answer heartbeats in time, or its connection
             broke.
+        groups: of calls of groups.
     """
 
     name: str
@@ -185,7 +203,9 @@ class Stats:
     rrefs_owned: int
     rrefs_held: int
     autograd_contexts: int
+    actors: dict[str, ActorStats] = field(default_factory=dict)
     bucket_seconds: list[float] = field(default_factory=partial(list, BUCKET_SECONDS))
+    groups: GroupStats = GroupStats()
 
 
 def take_stats(agent: Agent) -> Stats:
@@ -216,6 +236,8 @@ def take_stats(agent: Agent) -> Stats:
         rrefs_owned=more["rrefs_owned"],
         rrefs_held=more["rrefs_held"],
         autograd_contexts=more["autograd_contexts"],
+        actors={name: each for s in agent.services for name, each in s.actors().items()},
+        groups=GroupStats(more["group_bytes_packed"], more["group_bytes_sent"]),
     )
 
 

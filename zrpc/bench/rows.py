@@ -144,6 +144,13 @@ _REFERENCES = (
     Row("RRef method", "references:method", limit=_zmq(), actors=True),
     Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
 )
+_QUEUE = "queue, items put and taken per second"
+_BATCHES = "queue, items taken in batches of 32 per second"
+_COLLECTED = (
+    Row(_QUEUE, "collected:one_by_one", (), Unit.RATE, only="zrpc"),
+    Row(_BATCHES, "collected:by_batches", (), Unit.RATE, only="zrpc"),
+    Row("batched call, 64 callers", "collected:batched", (64,), only="zrpc"),
+)
 _TRAINERS = "parameter server, updates of 3 trainers per second"
 _OBSERVERS = "agent with 3 observers, steps per second"
 _PROGRAMS = (
@@ -159,6 +166,7 @@ GROUPS: tuple[Group, ...] = (
     Group("fan-out", (_FAN_OUT,), workers=8),
     Group("first messages", (Row(_FIRST, "tensors:first_large", (10**8,)),), workers=6, turns=1),
     Group("references", _REFERENCES),
+    Group("queues and batches", _COLLECTED),
     Group("autograd", _autograd_rows()),
     Group("programs", _PROGRAMS, workers=4),
     Group("costs", _cost_rows()),

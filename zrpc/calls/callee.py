@@ -20,6 +20,7 @@ from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import RpcCancelledError, was_not_executed
+from zrpc.functions import Deferral
 from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.resource_limits import out_of_descriptors
@@ -28,7 +29,7 @@ from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["UNCALLED", "Callee"]
+__all__ = ["UNCALLED", "Callee", "TakeOver"]
 
 # The extensions of an answer to a request whose function was not called.
 UNCALLED: Extensions = [(Tag.UNCALLED, b"")]
@@ -37,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 RequestScope = Callable[[Message], AbstractContextManager[Any]]
 WhenReady = Callable[[Message, Callable[[], None]], None]
+# Takes over a call: the request, what takes its outcome, the mark, and function, args and kwargs.
+TakeOver = Callable[[Message, ResultSink, Any, tuple[Any, Any, Any]], None]
 
 
 class Callee:
@@ -54,6 +57,7 @@ class Callee:
         requests: the requests that are not answered yet.
         counts: of the requests that have run.
         recorder: records them while a trace is on; else None.
+        deferrals: what takes over the calls of marked functions, by the type of the mark.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Callee:
         self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
         self._ready: dict[int, WhenReady] = {}
+        self.deferrals: dict[type[Deferral], TakeOver] = {}
         self._hooked: Set[int] = frozenset()  # the tags of both
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
@@ -139,14 +144,28 @@ class Callee:
         """Notes that a request's function has returned a future."""
         self.requests.defer(request)
 
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a call of a marked function to the service that gives its outcome later."""
+        self.deferrals[type(deferral)](request, sink or self, deferral, call)
+
     def answer(
         self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
-    ) -> None:
-        """Answers a request with a value, or with an error if it can't be pickled."""
+    ) -> bool:
+        """Answers a request with a value, or with an error if it can't be pickled.
+
+        Returns:
+            Whether the value was sent, as far as is known here.
+        """
         if request.scope.cancelled:  # nobody waits for it
             self.count(request)
             self.requests.end(request)
-            return
+            return False
         reply = Message(Kind.RESULT, request.call_id)
         encoder = None
         if value is not None or (request.attachments and self._codec.in_context(request)):
@@ -164,19 +183,26 @@ class Callee:
             if encoder is not None:
                 encoder.abort()
             self.answer_error(request, error)
-            return
+            return False
         self.requests.end(request)
+        return True
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(
+        self,
+        request: Message,
+        error: BaseException,
+        report: bool = True,
+        extensions: Extensions = (),
+    ) -> None:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
         try:
-            if not (expected and request.scope.cancelled):
+            if report and not (expected and request.scope.cancelled):
                 self.report_failure(error)
         finally:  # also if there is no memory for the log
             uncalled = request.scope.function is None and was_not_executed(error)
-            self.answer_error(request, error, UNCALLED if uncalled else ())
+            self.answer_error(request, error, UNCALLED if uncalled else extensions)
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Answers a request whose function is never called."""

@@ -15,11 +15,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import zmq
 from typing_extensions import Unpack
 
+from zrpc.calls.call_options import CallOptions, Order
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec, error_in
@@ -55,7 +56,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.wire.kind import METERED, Kind
+from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
 __all__ = ["Caller", "Receiver"]
@@ -74,31 +75,6 @@ class Receiver(NextTurn, Protocol):
 
     def complete(self, job: Callable[[], None]) -> None:
         """Completes a future that no thread waits for, by a job."""
-
-
-class Order(Protocol):
-    """Puts calls into the table in an order of its own; see `zrpc.services.actors.order`."""
-
-    def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
-        """Enters a call; returns SENDING, or UNSENT if it is settled already."""
-
-
-class CallOptions(TypedDict, total=False):
-    """What few calls need.
-
-    Attributes:
-        extension: a tag and bytes that travel outside of the pickle.
-        holds: lives until the call is settled.
-        died: the error if the peer is lost first.
-        order: numbers the call and puts it into the table, instead of flow control.
-        more: further extensions, if there is one.
-    """
-
-    extension: tuple[int, bytes] | None
-    holds: Any
-    died: type[WorkerDied]
-    order: Order | None
-    more: Extensions
 
 
 class Caller:
@@ -215,6 +191,28 @@ class Caller:
                 call.undo = undo if call.undo is None else partial(_call_both, call.undo, undo)
 
         self._begin(call, message, follow)
+
+    def call_in_parts(
+        self,
+        to: WorkerInfo,
+        kind: Kind,
+        obj: Any,
+        timeout: float,
+        follow: Callable[[PendingCall, Message], T],
+        **options: Unpack[CallOptions],
+    ) -> T:
+        """Sends a request whose answer is preceded by other messages, and returns what takes them.
+
+        That is made by ``follow(call, message)``, before the message is sent. The other arguments
+        are those of `call_async`.
+
+        Raises:
+            RpcError: in a finalizer that has interrupted zrpc, see `garbage_collector`.
+        """
+        if garbage_collector.running:
+            garbage_collector.check("open a stream")
+        call, message = self._pack(to, kind, obj, timeout, **options)
+        return self._begin(call, message, partial(follow, call, message))
 
     def _begin(self, call: PendingCall, message: Message, follow: Callable[[], T]) -> T:
         """Submits a call that no thread waits for yet; returns what ``follow()`` does."""
@@ -416,7 +414,9 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        self.calls.settle(answer.call_id, answer)
+        call = self.calls.settle(answer.call_id, answer)
+        if answer.attachments and (receipt := answer.attachments.get(Tag.RECEIPT)):
+            receipt(call is not None)
 
     def on_unreadable(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer that can't be read. In the I/O thread."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -48,14 +49,16 @@ class CancelScope:
         started: when it has, on the same clock; 0 before that, and once it is counted.
         cancelled: whether the caller no longer waits; then no answer is sent.
         deferred: whether the handler has returned a future, which the outcome comes from.
+        outcome_from: what it comes from, for people.
         call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
-        call_id: the caller's number of the call.
         function: the function that the caller asked for, once it is unpickled.
         in_task: whether the handler is a coroutine that has begun.
         task: the asyncio task that it goes on in; None if it isn't one, or has ended.
         hops: of the request; see `zrpc.calls.last_calls`.
         mailbox: of the actor that it calls; None if it calls none.
+        in_steps: whether the handler is a generator, which may run in one thread after another.
+        rests: whether that generator holds no thread, until its items are read.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -63,6 +66,7 @@ class CancelScope:
     begun = False
     cancelled = False
     deferred = False
+    outcome_from = "the future that its function has returned"
     must_run = False
     thread = 0
     call_id = 0
@@ -72,7 +76,10 @@ class CancelScope:
     task: Any = None
     hops = 0
     mailbox: Any = None
+    in_steps = False
+    rests = False
     _children: set[PendingCall] | None = None
+    _on_cancel: Callable[[], object] | None = None
     # Opens when the scope is cancelled; made by the first wait.
     _gate: threading.Lock | None = None
 
@@ -116,6 +123,8 @@ class CancelScope:
                 self._gate.release()
             # First the calls that wait for room: ending the others would give them room.
             children = sorted(self._children or (), key=lambda child: child.state)
+        if (leave := self._on_cancel) is not None:
+            leave()
         if not self.begun:
             return True
         if (task := self.task) is not None:
@@ -125,6 +134,17 @@ class CancelScope:
         for child in children:
             child.cancel()
         return False
+
+    def when_cancelled(self, leave: Callable[[], object]) -> None:
+        """Calls ``leave()`` if the scope is cancelled, or has been; it may be called twice.
+
+        Mostly in the I/O thread, so it must be quick. There is one at most; a later one replaces
+        it.
+        """
+        # Sets it first and reads `cancelled` afterwards; `cancel` does the reverse.
+        self._on_cancel = leave
+        if self.cancelled:
+            leave()
 
     def adopt(self, child: PendingCall) -> bool:
         """Adds a call of the handler; returns False if the scope is cancelled."""

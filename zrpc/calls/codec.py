@@ -60,6 +60,10 @@ class Codec:
         """Returns whether hooks must see the answer to a request; see `MessageHooks`."""
         return not self._tags.isdisjoint(request.attachments or ())
 
+    def contexts(self) -> tuple[Any, ...]:
+        """Returns what this thread's messages are within; see `MessageHooks`."""
+        return tuple(context() for context in self._contexts)
+
     def encoder(self, member: MemberId) -> Encoder:
         """Returns an encoder of a request to a member."""
         encoder = Encoder(self._owner, member, self._membership.same_main[member])

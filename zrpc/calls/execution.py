@@ -16,7 +16,7 @@ import torch
 
 from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.errors import RpcCancelledError
-from zrpc.functions import is_async_execution
+from zrpc.functions import DEFERRAL, Deferral, is_async_execution
 from zrpc.runtime import forks
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
@@ -31,11 +31,23 @@ class ResultSink(Protocol):
     def defer(self, request: Message) -> None:
         """Learns that the function returned a future: the result comes later, no thread runs."""
 
-    def answer(self, request: Message, value: Any) -> None:
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a call of a marked function to a service, which gives the outcome later."""
+
+    def answer(self, request: Message, value: Any) -> Any:
         """Takes the result: of the function, or of its future or coroutine."""
 
-    def fail(self, request: Message, error: BaseException) -> None:
-        """Takes the error that the execution failed with."""
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
+        """Takes the error that the execution failed with, and logs it if ``report``."""
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that never begins."""
 
 
 class Execution:
@@ -88,6 +100,10 @@ class Execution:
         try:
             function, args, kwargs = self._resolve()
             scope.function = function
+            deferral = getattr(function, DEFERRAL, None)
+            if isinstance(deferral, Deferral):
+                self._sink.hand_over(request, deferral, (function, args, kwargs))
+                return
             result = function(*args, **kwargs)
             if generation != forks.generation:
                 forks.exit_child()

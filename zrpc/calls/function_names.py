@@ -27,11 +27,12 @@ __all__ = [
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
 _METHOD_BYTES = 13 + 255
-_WITH_FUNCTION = (Kind.CALL, Kind.REMOTE, Kind.METHOD)
+_WITH_FUNCTION = (Kind.CALL, Kind.REMOTE, Kind.METHOD, Kind.STREAM)
 _LABELS: dict[int, str] = {
     Kind.REMOTE: "rpc_remote",
     Kind.FETCH: "to_here",
     Kind.METHOD: "rref",
+    Kind.STREAM: "rpc_stream",
 }
 # Pickles that begin with these names don't hold the name of a module's function.
 _NO_FUNCTIONS = ("builtins.getattr", "cloudpickle.", "copyreg.", "zrpc.", "functools.partial")

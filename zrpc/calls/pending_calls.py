@@ -75,6 +75,7 @@ class PendingCalls:
         ids: the ids of calls.
         by_id: the calls in the table, the oldest first.
         earliest: a time before which no call expires, on the clock of ``time.monotonic``.
+        postponed: by how many seconds deadlines were ever postponed.
     """
 
     def __init__(self, callees: Callees, limit: int = 0) -> None:
@@ -90,6 +91,7 @@ class PendingCalls:
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
+        self.postponed = 0.0
 
     def __len__(self) -> int:
         return len(self.by_id)
@@ -236,6 +238,22 @@ class PendingCalls:
             del self._windows[window.peer, window.caller]
         return over
 
+    def give_back_room(self, call: PendingCall) -> None:
+        """Lets others use a call's room, since its callee has begun, and sends parts of an answer.
+
+        In the I/O thread.
+        """
+        ready: Sequence[PendingCall] = ()
+        with self._lock:
+            window = call.window
+            if window is not None and call.call_id in self.by_id:
+                call.window = None
+                window.used -= call.size
+                ready = self._let_in(window, call)
+        for each in ready:
+            if each.room is not None:
+                each.room.go()
+
     def cancel(self, call: PendingCall) -> bool:
         """Settles a call with an error and has the callee told; see `PendingCall.cancel`."""
         error = RpcCancelledError("the call was cancelled by this worker, its caller")
@@ -283,6 +301,7 @@ class PendingCalls:
             for call in self.by_id.values():
                 call.deadline += seconds
             self.earliest += seconds
+            self.postponed += seconds
 
     def abandon(self) -> None:
         """Takes no more calls: in a forked child, since the others are its parent's."""

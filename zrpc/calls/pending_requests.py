@@ -97,6 +97,11 @@ class PendingRequests:
         if scope.cancelled or scope.deadline <= monotonic():
             self.end(request)
 
+    def resume(self, request: Message) -> None:
+        """Notes that a function of a deferred request is about to run: it is waited for again."""
+        # As in `defer`, before `cancelled` is read: by `CancelScope.begin`.
+        request.scope.deferred = False
+
     def cancel(self, sender: MemberId, call_id: int) -> None:
         """Drops a request whose caller no longer waits."""
         key = (sender, call_id)

@@ -195,6 +195,12 @@ def agent_store(address: tuple[str, int] | None) -> bool:
     return of_launch.get(_AGENT_STORE, of_launch.is_at(address)) == "True"
 
 
+def hosted_by_rank_0(init_method: str) -> bool:
+    """Whether rank 0 hosts the store of an elastic mesh."""
+    by_address = urlsplit(init_method).scheme in ("tcp", "env")
+    return by_address and not agent_store(_address(init_method))
+
+
 def _address(init_method: str) -> tuple[str, int] | None:
     """Returns the host and port that the workers meet at, if they do and both are known."""
     if urlsplit(init_method).scheme not in ("tcp", "env"):

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
 _NAME_ANOTHER = "Name a port that is free in MASTER_PORT, the same for all workers"
+# How long a host may take to reach itself by loopback: other than a network, that needs no time.
+_LOOPBACK_SECONDS = 1.0
 _BACKLOG = 4096  # a whole mesh may connect at once
 
 
@@ -167,6 +169,8 @@ def _check_reach(host: str, port: int, listens: bool, timeout: float) -> None:
             except OSError:
                 return  # in use, maybe by another store of this process
             stack.enter_context(server)
+        if _is_loopback(host):
+            timeout = min(timeout, _LOOPBACK_SECONDS)
         try:
             _await_listener((host, port), time.monotonic() + timeout, timeout)
         except RendezvousError as error:
@@ -180,6 +184,12 @@ def _failure(host: str, port: int, hosts: bool, timeout: float, found: str) -> R
             f"expected the store of rank 0 at {host}:{port} within {timeout:g} s, found "
             f"something that does not answer as one{found}: another program has that port, "
             f"or the host is stopped. {_NAME_ANOTHER}"
+        )
+    if "EADDRINUSE" not in found and _is_loopback(host):
+        return RendezvousError(
+            f"expected to host the store of the workers at {host}:{port}, found that this host "
+            f"does not reach itself there{found}: its loopback interface must be up (`ip link set "
+            "lo up`), and open to itself"
         )
     if "EADDRINUSE" not in found:
         return RendezvousError(
@@ -221,6 +231,14 @@ def _listen(host: str, port: int) -> int | None:
     return listener.detach()
 
 
+def _is_loopback(host: str) -> bool:
+    try:
+        found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(address.startswith("127.") or address == "::1" for address in found)
+
+
 def _await_listener(address: tuple[str, int], deadline: float, timeout: float) -> None:
     """Waits until something listens at the master's address.
 
@@ -230,17 +248,17 @@ def _await_listener(address: tuple[str, int], deadline: float, timeout: float) -
     reason: OSError | None = None
     while True:
         left = deadline - time.monotonic()
-        if left <= 0:
+        if left <= 0 and reason is not None:
             raise _unreachable(*address, timeout, reason) from reason
         try:
-            socket.create_connection(address, left).close()
+            socket.create_connection(address, max(left, _RETRY_SECONDS)).close()
             return
         except OSError as error:
             reason = error
-            time.sleep(min(_RETRY_SECONDS, left))  # there is no event for the start of a listener
+            time.sleep(_RETRY_SECONDS)  # there is no event for the start of a listener
 
 
-def _unreachable(host: str, port: int, timeout: float, reason: OSError | None) -> RendezvousError:
+def _unreachable(host: str, port: int, timeout: float, reason: OSError) -> RendezvousError:
     """Returns the error for an address at which nothing listens."""
     if isinstance(reason, socket.gaierror):
         return _unknown_host(host, port, timeout, reason)

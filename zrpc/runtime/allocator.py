@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_freed_memory", "uninitialized"]
+__all__ = ["give_back_freed_memory", "keep_freed_memory", "uninitialized"]
 
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
@@ -34,6 +34,17 @@ def keep_freed_memory() -> None:
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.free.argtypes = [ctypes.c_void_p]
     libc.free(libc.malloc(_BLOCK_BYTES))
+
+
+def give_back_freed_memory() -> None:
+    """Returns all freed memory to the system, once; it takes 0.1 ms for each megabyte.
+
+    Has no effect on other allocators than glibc's. May be called from any thread.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim.argtypes = [ctypes.c_size_t]
+        libc.malloc_trim(0)
 
 
 def uninitialized(size: int) -> bytearray:

@@ -82,6 +82,15 @@ class EventLoop:
             self._coming.pop(coroutine, None)
             raise
 
+    def call_later(self, seconds: float, job: Callable[[], object]) -> None:
+        """Calls ``job()`` in the loop's thread after a time; it must be quick, and raise nothing.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        loop = self._started()
+        loop.call_soon_threadsafe(loop.call_later, seconds, job)
+
     def coming(self) -> list[Coroutine[Any, Any, None]]:
         """Returns the coroutines that have not begun, the oldest first."""
         return list(self._coming)

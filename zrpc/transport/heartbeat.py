@@ -15,11 +15,18 @@ the same connection, with a *notice*. That arrives even if the peer itself can't
 worker, and at a process that was stopped: it reads the notice, or connects again, when it goes on.
 Each connection has a routing id of its own, which only its two ends know. A notice repeats it, so
 no peer can send one that seems to be from another.
+
+A connection may break in its handshake without a word. So the handshake has a limit, short enough
+for a second and a third try within the time that a peer may be silent. On a busy machine a
+handshake takes longer, and to begin it again costs the work that was done. So after each try that
+fails, the next one has twice the time.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -31,10 +38,29 @@ __all__ = ["Heartbeats"]
 
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
-# A connection may take this many intervals and timeouts to authenticate, or else is made again. On
-# a busy machine that costs the work that was done, so it is longer than a peer may be silent.
-_HANDSHAKE = 4
+# The first and the longest limit of a handshake: parts of an interval and a timeout together.
+_HANDSHAKE = 1 / 6
+_MAX_HANDSHAKE = 4
+# A busy machine takes this long.
+_MIN_HANDSHAKE_MS = 500
 _MAX_MS = (1 << 30) - 1  # ZeroMQ takes an int, and the sum of two of these is one, too
+
+
+@dataclass(slots=True)
+class _Connection:
+    """The connection to one peer.
+
+    Attributes:
+        endpoint: of the peer's inbox.
+        guard: makes it succeed with that peer only.
+        handshake_ms: the limit of its handshake.
+        stands: whether the peer answers.
+    """
+
+    endpoint: str
+    guard: Callable[[zmq.Socket[Any]], None] | None
+    handshake_ms: int
+    stands: bool = False
 
 
 class Heartbeats:
@@ -53,12 +79,14 @@ class Heartbeats:
         self._identity = heartbeat_identity(identity)
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: zmq.Socket[bytes] | None = None
-        self._endpoints: dict[int, str] = {}
+        self._connections: dict[int, _Connection] = {}
         self._peers: dict[str, int] = {}  # by their endpoints
         self._routing_ids: dict[bytes, int] = {}  # of the connection to each peer
+        self._to_remake: set[int] = set()  # peers whose next connections need another limit
         # See `set_pace`.
         self._interval_ms = 0
         self._timeout_ms = 0
+        self._first_handshake_ms = self._max_handshake_ms = _MIN_HANDSHAKE_MS
 
     def set_pace(self, interval: float, timeout: float) -> None:
         """Sets how often a peer is sent a PING, and how long it may take to answer, in seconds.
@@ -67,6 +95,9 @@ class Heartbeats:
         """
         self._interval_ms = min(max(1, int(interval * 1000)), _MAX_MS)
         self._timeout_ms = min(max(1, int(timeout * 1000)), _MAX_MS)
+        both = self._interval_ms + self._timeout_ms
+        self._first_handshake_ms = min(max(_MIN_HANDSHAKE_MS, int(_HANDSHAKE * both)), _MAX_MS)
+        self._max_handshake_ms = min(max(_MIN_HANDSHAKE_MS, _MAX_HANDSHAKE * both), _MAX_MS)
 
     def watch(
         self, peer: int, endpoint: str, guard: Callable[[zmq.Socket[Any]], None] | None = None
@@ -78,18 +109,30 @@ class Heartbeats:
         Raises:
             zmq.ZMQError: there are no descriptors left.
         """
+        self._open_socket()
+        connection = _Connection(endpoint, guard, self._first_handshake_ms)
+        self._connect(peer, connection)
+        self._connections[peer] = connection
+        self._peers[endpoint] = peer
+
+    def _connect(self, peer: int, connection: _Connection) -> None:
         socket = self._open_socket()
         # A connection has the options that the socket has when it is made. With IPv6, ZeroMQ would
         # report an IPv4 address under another name when it reconnects.
-        socket.ipv6 = "[" in endpoint
+        socket.ipv6 = "[" in connection.endpoint
         socket.curve_server = False  # no keys unless the guard sets some
         socket.routing_id = random_routing_id(self._identity)
-        if guard is not None:
-            guard(socket)
-        socket.connect(endpoint)
-        self._endpoints[peer] = endpoint
-        self._peers[endpoint] = peer
+        socket.handshake_ivl = connection.handshake_ms
+        if connection.guard is not None:
+            connection.guard(socket)
+        socket.connect(connection.endpoint)
         self._routing_ids[socket.routing_id] = peer
+
+    def _disconnect(self, peer: int, connection: _Connection) -> None:
+        self._routing_ids = {k: p for k, p in self._routing_ids.items() if p != peer}
+        # A connection that could not be made again does not exist.
+        with contextlib.suppress(zmq.ZMQError):
+            self._open_socket().disconnect(connection.endpoint)
 
     def peer_at(self, endpoint: str) -> int | None:
         """Returns the peer that is watched at an endpoint; None if there is none."""
@@ -97,11 +140,11 @@ class Heartbeats:
 
     def forget(self, peer: int) -> None:
         """Stops the heartbeats to a peer, if it is watched."""
-        endpoint = self._endpoints.pop(peer, None)
-        if endpoint is not None and self._socket is not None:
-            del self._peers[endpoint]
-            self._routing_ids = {k: p for k, p in self._routing_ids.items() if p != peer}
-            self._socket.disconnect(endpoint)
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            del self._peers[connection.endpoint]
+            self._to_remake.discard(peer)
+            self._disconnect(peer, connection)
 
     def events(self) -> list[tuple[int, bool]]:
         """Returns the events since the last call, in order: a peer, and whether it answers now.
@@ -115,9 +158,35 @@ class Heartbeats:
             except zmq.Again:
                 break
             peer = self._peers.get(event["endpoint"].decode())
-            if peer is not None:
-                events.append((peer, event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED))
+            if peer is not None and self._take_event(peer, event["event"]):
+                events.append((peer, self._connections[peer].stands))
+        self._remake_connections()
         return events
+
+    def _take_event(self, peer: int, event: int) -> bool:
+        """Notes an event of a connection; returns whether it means something to the caller."""
+        connection = self._connections[peer]
+        stood, connection.stands = connection.stands, event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        if event == zmq.EVENT_CONNECT_RETRIED:
+            # If it stood, its handshake had succeeded just when it was made again.
+            return stood
+        if event == zmq.EVENT_DISCONNECTED:
+            limit = min(2 * connection.handshake_ms, self._max_handshake_ms)
+            limit = self._first_handshake_ms if stood else limit
+            if limit != connection.handshake_ms:
+                connection.handshake_ms = limit
+                self._to_remake.add(peer)
+        return True
+
+    def _remake_connections(self) -> None:
+        """Makes connections again whose handshakes need another limit: it is fixed for each."""
+        for peer in list(self._to_remake):
+            connection = self._connections[peer]
+            if not connection.stands:  # meanwhile
+                self._disconnect(peer, connection)
+                with contextlib.suppress(zmq.ZMQError):  # no memory: it is tried again
+                    self._connect(peer, connection)
+                    self._to_remake.discard(peer)
 
     def notices(self) -> list[tuple[int, bytes]]:
         """Returns what peers have answered since the last call: the peer, and a message.
@@ -159,8 +228,7 @@ class Heartbeats:
         socket.heartbeat_timeout = self._timeout_ms
         socket.reconnect_ivl = _RECONNECT_MS
         socket.connect_timeout = self._timeout_ms
-        socket.handshake_ivl = min(_HANDSHAKE * (self._interval_ms + self._timeout_ms), _MAX_MS)
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         address = f"inproc://zrpc-heartbeats-{id(self)}"
         socket.monitor(address, events)
         # No limit: otherwise libzmq's I/O thread would wait for room, and answer nobody meanwhile.

@@ -16,6 +16,7 @@ from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
 from zrpc.transport.poller import Poller
+from zrpc.transport.strangers import Strangers
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
 __all__ = ["Inbox"]
@@ -51,6 +52,7 @@ class Inbox:
     """
 
     def __init__(self, context: zmq.Context[Any]) -> None:
+        self._context = context
         self._socket = context.socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.rcvhwm = 0
@@ -65,6 +67,7 @@ class Inbox:
         self.poller = Poller()
         self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
         self._direct: DirectInbox | None = None
+        self._strangers: Strangers | None = None
         self.at_hand: deque[Received] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
         # socket must be read until it is empty.
@@ -103,6 +106,8 @@ class Inbox:
             zmq.ZMQError: there is no such interface, or no free port.
         """
         self._socket.maxmsgsize = MAX_FRAME_BYTES
+        if self._strangers is None:
+            self._strangers = Strangers(self._context, self._socket)
         if curve is not None:
             curve.guard_inbox(self._socket)
         if ":" in address:
@@ -222,8 +227,14 @@ class Inbox:
         self._unread = True
         self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
 
+    def strangers_left_memory(self) -> bool:
+        """Whether many connections of strangers were closed; see `Strangers.left_memory`."""
+        return self._strangers is not None and self._strangers.left_memory(monotonic())
+
     def close(self) -> None:
         """Closes all sockets; unread messages are dropped."""
+        if self._strangers is not None:
+            self._strangers.close()
         if self._direct is not None:
             self._direct.close()
         self.poller.close()

@@ -18,6 +18,10 @@ __all__ = ["Mailbox", "size_of"]
 _KEEPALIVE_IDLE_SECONDS = 60
 _KEEPALIVE_INTERVAL_SECONDS = 10
 _KEEPALIVE_PROBES = 6
+# The handshake begins again after this time, since what was sent for it may be lost without a word.
+# It takes 2 ms, but longer on a machine that is busy with many others. Begun again, their work
+# would be lost, so this is not short.
+_HANDSHAKE_MS = 5_000
 
 
 class Mailbox:
@@ -66,6 +70,7 @@ class Mailbox:
             self._socket.tcp_keepalive_idle = _KEEPALIVE_IDLE_SECONDS
             self._socket.tcp_keepalive_intvl = _KEEPALIVE_INTERVAL_SECONDS
             self._socket.tcp_keepalive_cnt = _KEEPALIVE_PROBES
+            self._socket.handshake_ivl = _HANDSHAKE_MS
         if guard is not None:
             guard(self._socket)
         self._socket.connect(endpoint)

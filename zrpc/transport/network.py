@@ -91,6 +91,7 @@ class Network:
             undo.callback(self._inbox.poller.close)
             # See `Inbox`; without the cost of another call.
             self.receive = self._inbox.receive
+            self.strangers_left_memory = self._inbox.strangers_left_memory
             self.at_hand = self._inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)
             self._waker = Mailbox(self._context, b"w", self._inbox.inproc)

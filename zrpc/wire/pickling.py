@@ -31,6 +31,7 @@ from zrpc.wire.compiled import (
     reduce_compiler,
 )
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
+from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import (
@@ -176,6 +177,8 @@ class Encoder:
         in_graph: whether tensors that require grad stay part of an autograd graph.
         to_undo: the actions that undo what reducers have done for the message.
         extensions: the bytes of each extension, by its tag.
+        holes: what is left out, if this packs a part of several messages; else None. See
+            `zrpc.wire.parts`.
     """
 
     # Defaults on the class: one is made for each message, and few need more than `__init__`.
@@ -184,6 +187,7 @@ class Encoder:
     in_graph = False
     to_undo: list[Callable[[], None]] | None = None
     extensions: Mapping[int, bytearray] = {}
+    holes: Holes | None = None
     _plain = True
     _tensors: TensorWriter | None = None
     _has_attributes = False

@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from torch.utils._pytree import tree_leaves
 
 from zrpc.errors import SerializationError
+from zrpc.wire.reducers import packing
 
 __all__ = ["check_sendable", "reduce_in_graph"]
 
@@ -27,11 +28,18 @@ _CLASSES = (torch.Tensor, torch.nn.Parameter)
 def reduce_in_graph(value: Any) -> Any:
     """Reduces a tensor of a subclass that requires grad; NotImplemented for any other value.
 
+    In a part of several messages, no tensor that requires grad is packed: each message is in the
+    graph by itself.
+
     Raises:
         SerializationError: its gradient would be lost.
     """
     cls = type(value)
-    if not issubclass(cls, torch.Tensor) or cls in _CLASSES or not value.requires_grad:
+    if not issubclass(cls, torch.Tensor) or not value.requires_grad:
+        return NotImplemented
+    if packing.encoder.holes is not None:
+        return packing.encoder.holes.leave_out(value)
+    if cls in _CLASSES:
         return NotImplemented
     if cls is UninitializedParameter or cls is UninitializedBuffer:
         return NotImplemented  # has no elements yet, and so no gradient

@@ -6,7 +6,7 @@ import functools
 import io
 import pickle
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from zrpc.wire.message import Message
 from zrpc.wire.tensors import read_table
 from zrpc.wire.views import Relation, relate
 
-__all__ = ["Decoder", "decoder"]
+__all__ = ["Decoder", "decoder", "unpack_part"]
 
 # .decoder is the message that this thread unpacks, if any.
 _unpacking = threading.local()
@@ -35,7 +35,15 @@ class Decoder:
         openers: by the tag of an attachment. If the message has that attachment, its opener is
             called with this decoder after the tensors have been made and before the body is
             unpickled. It may replace items of `tensors`.
+
+    Attributes:
+        tensors: those of the message.
+        fills: what was left out of the part that this unpacks; see `zrpc.wire.parts`.
+        fetch: see `unpack`.
     """
+
+    fills: Sequence[Any] = ()
+    fetch: Callable[[str], Any] | None = None
 
     def __init__(
         self,
@@ -71,6 +79,7 @@ class Decoder:
             buffers = self.message.buffers
             ready = map(aligned, buffers) if buffers else ()
             if fetch is not None:
+                self.fetch = fetch
                 return _Fetching(self.message.body, ready, fetch).load()
             return pickle.loads(self.message.body, buffers=ready)
         except (AttributeError, ImportError) as error:
@@ -111,6 +120,26 @@ def decoder() -> Decoder:
     if current is None:
         raise SerializationError("this pickle is part of a message and can only be read there")
     return current
+
+
+def unpack_part(part: Message, fills: Sequence[Any]) -> Any:
+    """Returns the object in a part of the message that this thread unpacks.
+
+    Args:
+        part: its body, table and buffers.
+        fills: what was left out of it.
+    """
+    whole = decoder()
+    inner = Decoder(whole.owner, part)
+    inner.fills = fills
+    ready = map(aligned, part.buffers)
+    _unpacking.decoder = inner
+    try:  # errors are those of the whole message
+        if whole.fetch is not None:
+            return _Fetching(part.body, ready, whole.fetch).load()
+        return pickle.loads(part.body, buffers=ready)
+    finally:
+        _unpacking.decoder = whole
 
 
 class _Fetching(pickle.Unpickler):

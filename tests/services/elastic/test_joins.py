@@ -71,6 +71,14 @@ def test_many_join_at_once(elastic: Elastic) -> None:
         assert sorted(info.name for info in infos) == [f"w{i}" for i in range(8)]
 
 
+def test_rank_0_is_kept_for_the_host_of_the_store(elastic: Elastic) -> None:
+    """A worker without a rank may find the store before its host has its rank."""
+    by_host = {"init_method": "tcp://127.0.0.1:29500"}
+    assert elastic.join("guest", **by_host).worker_info.id == 1
+    host = elastic.join("host", 0, **by_host)
+    assert call(host, "guest") == 2
+
+
 def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     steady = elastic.join_all(2)
     stop = threading.Event()

@@ -91,6 +91,8 @@ def unasked(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         rules.seconds = OFTEN
+        for question in list(rules._questions.values()):  # one was answered meanwhile
+            question.patient_until = 0.0
 
 
 @pytest.mark.system

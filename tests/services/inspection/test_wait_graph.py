@@ -64,6 +64,30 @@ def test_a_coroutine_needs_the_thread_of_its_loop() -> None:
     assert world.graph.cycles() == []
 
 
+def test_a_call_of_an_actor_needs_one_of_those_that_run_there() -> None:
+    world = World(2)
+    main = world.thread(0, own=False)
+    runs = [world.call(0, main, 1), world.call(0, main, 1)]
+    threads = [world.thread(1, handles=each) for each in runs]
+    behind = [(each.caller, each.id) for each in runs]
+    for thread in threads:  # both call their own actor
+        world.call(1, thread, 1, actor="Log", behind=behind)
+    [cycle, *_] = world.graph.cycles()
+    assert any(node.kind == "request" and world.graph.request(node).behind for node, _ in cycle)
+    threads[0].calls.clear()  # one of the two goes on, and then another call has its turn
+    assert world.graph.cycles() == []
+
+
+def test_only_workers_that_the_waits_lead_to_are_asked() -> None:
+    world = World(4)
+    first = world.thread(0)
+    world.call(0, first, 1)
+    second = world.thread(1, handles=world.snapshots[1].requests[0])
+    world.call(1, second, 2)
+    world.call(3, world.thread(3), 0)
+    assert world.graph.leads_to([Node("activity", 0, (0,))]) == {1, 2}
+
+
 @pytest.mark.system
 @settings(max_examples=200, deadline=None)
 @given(st.data())

@@ -169,6 +169,11 @@ def test_exist_ok_needs_a_name(mesh: Mesh) -> None:
         mesh.run(0, lambda: rpc.remote("worker1", Made, exist_ok=True))
 
 
+def test_a_group_cannot_share_a_name(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="expected one worker for the name 'replay', got a group"):
+        mesh.run(0, lambda: rpc.remote(rpc.group("worker*"), Made, name="replay"))
+
+
 def test_any_text_is_a_name(mesh: Mesh) -> None:
     mesh.run(0, make, "worker1", 1, name="Ä /\n'\"🙂")
     assert mesh.run(2, get, "Ä /\n'\"🙂") == 1

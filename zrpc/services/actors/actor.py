@@ -7,31 +7,17 @@ import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, Protocol
+from typing import Any
 
 from zrpc.actors import ActorOptions
 from zrpc.agent.agent import Agent
+from zrpc.calls.execution import ResultSink
+from zrpc.functions import DEFERRAL, Deferral
 from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "Sink", "do", "in_turn", "make_mailbox"]
-
-
-class Sink(Protocol):
-    """Takes the outcomes of calls, as `zrpc.calls.execution.ResultSink`, and refuses calls."""
-
-    def defer(self, request: Message) -> None:
-        """Learns that the function returned a future."""
-
-    def answer(self, request: Message, value: object) -> None:
-        """Takes the result."""
-
-    def fail(self, request: Message, error: BaseException) -> None:
-        """Takes the error of an execution."""
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that never begins."""
+__all__ = ["ActorSink", "do", "in_turn", "make_mailbox"]
 
 
 @dataclass(slots=True, eq=False)
@@ -42,11 +28,29 @@ class ActorSink:
     """
 
     _mailbox: Mailbox
-    _sink: Sink
+    _sink: ResultSink
 
     def defer(self, request: Message) -> None:
         """Notes that the outcome comes later."""
         self._sink.defer(request)
+
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a call of a marked function to a service, which gives the outcome later.
+
+        From then on the call doesn't count as one that runs: the next one may begin.
+        """
+        self._sink.hand_over(request, deferral, call, sink or self)
+        do(self._mailbox.end(request.scope))
+
+    def refuse(self, request: Message, error: BaseException) -> None:
+        """Takes the error of a call that a service has taken over, and that never begins."""
+        self._sink.refuse(request, error)
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of a call."""
@@ -56,10 +60,10 @@ class ActorSink:
             for step in self._mailbox.end(request.scope):
                 step()
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error of a call."""
         try:
-            self._sink.fail(request, error)
+            self._sink.fail(request, error, report)
         finally:
             do(self._mailbox.end(request.scope))
 
@@ -67,8 +71,12 @@ class ActorSink:
 def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a method which lets the next call begin as its own begins.
 
-    A coroutine does that in its event loop: the others can't overtake it on their way there.
+    A coroutine does that in its event loop: the others can't overtake it on their way there. A
+    method whose calls are handed over has begun at that.
     """
+    if hasattr(method, DEFERRAL):
+        do(mailbox.on_begun(request.scope))
+        return method
 
     @functools.wraps(method)
     def plain(*args: Any, **kwargs: Any) -> Any:

@@ -240,6 +240,17 @@ class Mailbox:
                 self._release_all(order, steps)
         return steps
 
+    def refuse(self, scope: Scope, error: BaseException) -> Sequence[Step]:
+        """Refuses a call that waits for its turn, if it still does."""
+        steps: list[Step] = []
+        with self._lock:
+            for lane in self._lanes():
+                for entry in [each for each in lane.waiting if each[0][0].scope is scope]:
+                    lane.waiting.remove(entry)
+                    self._bytes -= entry[1]
+                    steps.append(partial(entry[0][2], error))
+        return steps
+
     def sweep(self) -> Sequence[Step]:
         """Ends abandoned calls that will not report their end.
 
@@ -282,12 +293,22 @@ class Mailbox:
         with self._lock:
             return [sender for sender, order in self._orders.items() if order.held]
 
-    def look(self) -> tuple[list[Request], list[Request]]:
-        """Returns the requests that run, and those that wait, in their order."""
+    def look(self) -> list[tuple[list[Any], list[Any]]]:
+        """Returns the requests that run in each lane, and those that wait there, in their order.
+
+        Last what is held, beside nothing that runs.
+        """
         with self._lock:
-            running = [request for _, request in self._running.values()]
-            waiting = [call[0] for call, _ in self._entries() if not call[0].scope.cancelled]
-        return running, waiting
+            found = [
+                ([each for its, each in self._running.values() if its is lane], list(lane.waiting))
+                for lane in self._lanes()
+            ]
+            held = [e for order in self._orders.values() for _, e in sorted(order.held.items())]
+            found.append(([], [entry for entry in held if entry is not None]))
+        return [
+            (running, [entry[0][0] for entry in waiting if not _is_abandoned(entry)])
+            for running, waiting in found
+        ]
 
     # -- the lock is held ------------------------------------------------------------------
 

@@ -10,11 +10,12 @@ from typing import Any
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
-from zrpc.agent.service import Handler, Service
-from zrpc.calls.execution import RequestJob
+from zrpc.agent.service import ActorStats, Handler, Service
+from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.function_names import handler_name
 from zrpc.errors import RpcError
-from zrpc.services.actors.actor import ActorSink, Sink, do
-from zrpc.services.actors.mailbox import Mailbox
+from zrpc.functions import Deferral
+from zrpc.services.actors.actor import ActorSink, do
 from zrpc.services.rref.messages import RRefId, read_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -42,11 +43,6 @@ class ActorService(Service):
     def handlers(self) -> Mapping[Kind, Handler]:
         return {Kind.SKIP: self._on_skip, Kind.STOP: self._on_stop}
 
-    def mailboxes(self) -> list[Mailbox]:
-        """Returns the mailboxes of the actors that this worker owns."""
-        with self._rrefs.lock:
-            return list(self._rrefs.mailboxes)
-
     # -- the order of calls ----------------------------------------------------------------
 
     def _on_skip(self, message: Message) -> None:
@@ -59,23 +55,41 @@ class ActorService(Service):
             do(value.mailbox.skip(sender, turn))
 
     @override
+    def actors(self) -> Mapping[str, ActorStats]:
+        found: dict[str, list[tuple[list[str], int]]] = {}
+        for mailbox in self._rrefs.mailboxes():
+            lanes = mailbox.look()
+            running = [handler_name(each) for runs, _ in lanes for each in runs]
+            waiting = sum(len(each) for _, each in lanes)
+            found.setdefault(mailbox.title, []).append((running, waiting))
+        return {
+            title: ActorStats(
+                number=len(all_),
+                running=sum(len(running) for running, _ in all_),
+                waiting=sum(waiting for _, waiting in all_),
+                calls=sorted({name for running, _ in all_ for name in running if name}),
+            )
+            for title, all_ in found.items()
+        }
+
+    @override
     def tick(self) -> None:
-        for mailbox in self.mailboxes():
+        for mailbox in self._rrefs.mailboxes():
             do(mailbox.sweep())
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
-        for mailbox in self.mailboxes():
+        for mailbox in self._rrefs.mailboxes():
             do(mailbox.forget(member))
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
-        for mailbox in self.mailboxes():
+        for mailbox in self._rrefs.mailboxes():
             do(mailbox.on_messages_lost(member))
 
     @override
     def awaited_members(self) -> Collection[MemberId]:
-        return {MemberId(each) for mailbox in self.mailboxes() for each in mailbox.missing()}
+        return {MemberId(each) for mailbox in self._rrefs.mailboxes() for each in mailbox.missing()}
 
     # -- the end of an actor ---------------------------------------------------------------
 
@@ -132,7 +146,7 @@ class _StopSink:
         error: of what is asked of the actor from then on.
     """
 
-    _callee: Sink
+    _callee: ResultSink
     _value: OwnedValue
     _error: BaseException
 
@@ -140,16 +154,26 @@ class _StopSink:
         """Notes that ``close()`` has returned a future."""
         self._callee.defer(request)
 
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a ``close()`` that is marked to a service, which gives the outcome later."""
+        self._callee.hand_over(request, deferral, call, sink or self)
+
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of ``close()``, which nobody gets."""
         del value
         self._value.end(self._error)
         self._callee.answer(request, None)
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what ``close()`` has raised."""
         self._value.end(self._error)
-        self._callee.fail(request, error)
+        self._callee.fail(request, error, report)
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Takes the error of a stop that never begins."""

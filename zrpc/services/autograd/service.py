@@ -43,7 +43,7 @@ from zrpc.services.autograd.part import (
     worker_died,
 )
 from zrpc.services.autograd.state import ContextState
-from zrpc.services.rref.service import BackwardOfValue
+from zrpc.services.rref.extended import BackwardOfValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId

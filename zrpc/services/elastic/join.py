@@ -13,6 +13,7 @@ from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
 from zrpc.membership.endpoints import Meeting, announce_endpoint, is_loopback
 from zrpc.membership.failure_detector import Reason
+from zrpc.membership.init_method import hosted_by_rank_0
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import store_errors
 from zrpc.membership.signed_store import SignedStore
@@ -42,7 +43,8 @@ def join_running(
     entries = SignedStore(meeting.store, meeting.secret, deadline)
     with store_errors():
         log = MembershipLog(entries)
-        record = claim(log, state, record, deadline)
+        first_free = 1 if hosted_by_rank_0(meeting.init_method) else 0
+        record = claim(log, state, record, deadline, first_free)
     meeting.network.connect_itself(record.member_id)
     if record.endpoint:
         announce_endpoint(record.info, record.endpoint, bool(record.public_key))
@@ -65,7 +67,11 @@ def join_running(
 
 
 def claim(
-    log: MembershipLog, state: MembershipState, record: PeerRecord, deadline: float
+    log: MembershipLog,
+    state: MembershipState,
+    record: PeerRecord,
+    deadline: float,
+    first_free: int = 0,
 ) -> PeerRecord:
     """Asks for a name and a rank until they are given; returns the record with its incarnation.
 
@@ -74,6 +80,8 @@ def claim(
         state: empty; afterwards it knows the members.
         record: this worker's; a rank below 0 stands for any free one.
         deadline: on the clock of ``time.monotonic``.
+        first_free: the first rank that is given to a worker that takes any. Rank 0 is not, if it
+            hosts the store: others may find the store before rank 0 has its rank.
 
     Raises:
         RendezvousError: a living member has that name or that rank; the sizes differ.
@@ -84,7 +92,7 @@ def claim(
         log.catch_up(state)
         log.compact(state, len(state.members))
         taken = {member.rank for member in state.members.values()}
-        while any_rank and (record.rank < 0 or record.rank in taken):
+        while any_rank and (record.rank < first_free or record.rank in taken):
             record = replace(record, rank=log.next_rank())
         if (mismatch := state.mismatch(record)) is not None:
             raise RendezvousError(mismatch)

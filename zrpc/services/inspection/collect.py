@@ -23,9 +23,11 @@ from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.function_names import asked_for, handler_name, kind_name, readable
 from zrpc.calls.pending_call import NEVER, PendingCall
 from zrpc.options import DEFAULT_WARN_AFTER_SEC
+from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.inspection.questions import Standings
-from zrpc.services.inspection.snapshot import Call, Member, Pool, Request, Snapshot
+from zrpc.services.inspection.snapshot import Actor, Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities, requests_to_begin, waiters_of
+from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -56,6 +58,7 @@ class _Work:
     Attributes:
         pool: what its pool has to do.
         places: the places of requests in the queue of the pool, by identity.
+        mailboxes: those of the worker's actors.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -69,11 +72,20 @@ class _Work:
         self._count_coming = len(agent.event_loop.coming())
         oldest = agent.callee.requests.all()[:_MAX_REQUESTS]
         self._running = [request for request in oldest if self._runs(request)]
+        self.mailboxes = agent.service(RRefService).mailboxes()
+        # The calls that wait for their turn on an actor: its name, what runs there, and the place.
+        self.turns: dict[int, tuple[str, list[Message], int]] = {
+            id(request): (mailbox.title, running, place)
+            for mailbox in self.mailboxes
+            for running, waiting in mailbox.look()
+            for place, request in enumerate(waiting, 1)
+        }
 
     def _runs(self, request: Message) -> bool:
         """Returns whether a thread runs a request, and does not wait for another worker."""
         scope: CancelScope = request.scope
-        left = scope.deferred or scope.in_task or id(request) in self._coming
+        left = scope.rests or (scope.deferred and not scope.in_steps)
+        left = left or scope.in_task or id(request) in self._coming
         return bool(scope.started) and not left and not any(map(waiters_of, scope.children()))
 
     def load(self) -> str:
@@ -115,13 +127,25 @@ class _Work:
             return f"waiting {started} for the event loop to begin it"
         if scope.thread and not scope.started:  # it is counted before the answer is sent
             return "being answered"
-        if scope.deferred:
-            return f"waiting {started} for the future that its function has returned"
+        if scope.rests:
+            return f"a generator that began {started[4:]} ago, and rests until its items are read"
+        if scope.deferred and not scope.in_steps:
+            return f"waiting {started} for {scope.outcome_from}"
         if scope.started:
             what = asked_for(handler_name(request), request.kind)
             return f"running `{what}` {started}{self._waits(scope)}"
+        if turn := self.turns.get(id(request)):
+            return f"waiting {here} for its turn on the actor {self._turn(*turn)}"
         what = "the value of an RRef" if _rrefs(request)[1] else "its turn"
         return f"waiting {here} for {what}"
+
+    def _turn(self, actor: str, running: Sequence[Message], place: int) -> str:
+        """Returns the name of an actor, at which place a call waits there, and what runs."""
+        if not running:
+            return f"{actor}, whose caller has made earlier calls that have not arrived"
+        first = running[0]
+        text = f"{actor}, at place {place}, behind {_of_handler(first)}"
+        return text if len(running) == 1 else f"{text} and {len(running) - 1} others"
 
     @cached_property
     def _behind(self) -> str:
@@ -151,6 +175,12 @@ class _Work:
         return f", and has waited for `{what}` at {callee} for {self._now - first.begun:.1f} s"
 
 
+def _of_handler(request: Message) -> str:
+    """Returns what a request runs, and for whom."""
+    what = asked_for(handler_name(request), request.kind)
+    return f"a call of {request.scope.caller.name} that runs `{what}`"
+
+
 def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
     """Returns what a worker is doing. May be called from any thread; it takes some milliseconds.
 
@@ -178,6 +208,7 @@ def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
         activities=found,
         calls=[_call(call, call.call_id in waited_for) for call in calls[:max_entries]],
         requests=[_request(each, work) for each in requests[:max_entries]],
+        actors=[_actor(each) for each in work.mailboxes[:max_entries]],
         calls_in_all=len(calls),
         requests_in_all=len(requests),
         stats=None if max_entries else _numbers(agent),
@@ -218,12 +249,14 @@ def _rrefs(request: Message) -> tuple[str, str]:
     subject = (request.attachments or {}).get(Tag.SUBJECT, ())
     rrefs = [f"{each.created_on}:{each.local_id}" for each in subject]
     # `remote` names the RRef that it makes, the caller's fork, and an RRef whose method it calls.
-    makes, needs = (rrefs[:1], rrefs[2:]) if request.kind == Kind.REMOTE else ([], rrefs)
+    # Last comes the place in the order of an actor's calls.
+    makes, needs = (rrefs[:1], rrefs[2:3]) if request.kind == Kind.REMOTE else ([], rrefs[:1])
     return "".join(makes), "".join(needs)
 
 
 def _request(request: Message, work: _Work) -> Request:
     makes, needs = _rrefs(request)
+    actor, running, _ = work.turns.get(id(request), ("", [], 0))
     return Request(
         caller=request.sender,
         id=request.call_id,
@@ -233,7 +266,15 @@ def _request(request: Message, work: _Work) -> Request:
         standing=work.standing(request),
         makes=makes,
         needs=needs,
+        actor=actor,
+        behind=[(each.sender, each.call_id) for each in running],
     )
+
+
+def _actor(mailbox: Mailbox) -> Actor:
+    lanes = mailbox.look()
+    running = [(each.sender, each.call_id) for runs, _ in lanes for each in runs]
+    return Actor(mailbox.title, running, sum(len(waiting) for _, waiting in lanes))
 
 
 def _numbers(agent: Agent) -> dict[str, Any]:
@@ -252,7 +293,9 @@ def _state(agent: Agent) -> str:
         return "at a breakpoint"
     if agent.graceful_shutdown.phase >= Phase.BEGUN:
         return "leaving"
-    oldest = agent.caller.calls.oldest()
+    # A stream may be read for as long as its worker lives.
+    calls = (call for call in agent.caller.calls.in_flight() if call.kind != Kind.STREAM)
+    oldest = next(calls, None)
     limit = agent.options.warn_after or DEFAULT_WARN_AFTER_SEC
     if oldest is not None and time.monotonic() - oldest.begun >= limit:
         return "stuck"

@@ -41,8 +41,12 @@ _MAX_BYTES = 1 << 18
 _MAX_TEXT = 300
 # How long an answer is taken to describe the present.
 _FRESH_SECONDS = 3.0
-# A question that has no answer is repeated after this time at the latest: it may be lost.
-_MAX_PATIENCE_SECONDS = 60.0
+# A question that has no answer is repeated after this time at the latest: it may be lost. The
+# answers to this many of the latest questions count: a large message may be ahead of them.
+_MAX_PATIENCE_SECONDS = 8.0
+_MAX_UNANSWERED = 8
+# A peer is silent that has not answered for this time.
+_SILENT_SECONDS = 3.0
 # Where a call stands that the callee does not have.
 _MISSING = "unknown: it was answered meanwhile, or is lost"
 
@@ -118,22 +122,20 @@ _NOTHING = Standings({})
 
 @dataclass(slots=True)
 class _Question:
-    """The latest question to a callee.
+    """The latest questions to a callee.
 
     Attributes:
-        number: its number; 0 once it is answered.
+        unanswered: the calls that they name, by the numbers of the questions since the last answer.
         asked_at: when the first one was sent that has no answer.
-        calls: the calls that it names.
-        patience: how long its answer is waited for.
+        patience: how long an answer is waited for.
         patient_until: nothing is asked before this time.
         missing: the calls that the callee did not have when it last answered.
         answer: its latest answer, with what was missing.
         answered_at: when that came.
     """
 
-    number: int = 0
+    unanswered: dict[int, Sequence[int]] = field(default_factory=dict)
     asked_at: float = 0.0
-    calls: Sequence[int] = ()
     patience: float = 0.0
     patient_until: float = 0.0
     missing: set[int] = field(default_factory=set)
@@ -143,7 +145,7 @@ class _Question:
     @property
     def kept_until(self) -> float:
         """Until when it is kept if nothing waits for its answer."""
-        return self.asked_at + _FRESH_SECONDS if self.number else self.patient_until
+        return self.asked_at + _FRESH_SECONDS if self.unanswered else self.patient_until
 
 
 class Questions:
@@ -163,8 +165,8 @@ class Questions:
         self._questions: dict[MemberId, _Question] = {}
         # How many messages are missing, by sender and way, and since when.
         self._short: dict[tuple[MemberId, int], tuple[int, float]] = {}
-        # The number of each peer's latest question and answer, and the ways on which it has come.
-        self._copies: dict[tuple[int, MemberId], tuple[int, set[int]]] = {}
+        # The numbers of each peer's latest questions and answers, and the ways on which they came.
+        self._copies: dict[tuple[int, MemberId], dict[int, set[int]]] = {}
 
     def forget(self, member: MemberId) -> None:
         """Drops what is known of a peer that is gone."""
@@ -188,16 +190,25 @@ class Questions:
         asked = self._questions.setdefault(member, _Question())
         if now < asked.patient_until:
             return 0, ()
-        # Longer each time, so that an answer comes in time: a large message may be ahead of the
-        # question.
+        # Longer each time: a slow network needs no more questions ahead of the answers.
         asked.patience = min(
-            2 * (asked.patience if asked.number else self.seconds), _MAX_PATIENCE_SECONDS
+            2 * (asked.patience if asked.unanswered else self.seconds), _MAX_PATIENCE_SECONDS
         )
-        if not asked.number:
+        if not asked.unanswered:
             asked.asked_at = now
-        asked.number, asked.patient_until = next(self.numbers), now + asked.patience
-        asked.calls = calls[:_MAX_CALLS]
-        return asked.number, asked.calls
+        number, asked.patient_until = next(self.numbers), now + asked.patience
+        asked.unanswered[number] = calls[:_MAX_CALLS]
+        if len(asked.unanswered) > _MAX_UNANSWERED:
+            del asked.unanswered[min(asked.unanswered)]
+        return number, asked.unanswered[number]
+
+    def silent(self, now: float) -> set[MemberId]:
+        """Returns the peers that have not answered for some seconds."""
+        return {
+            member
+            for member, asked in self._questions.items()
+            if asked.unanswered and now - asked.asked_at >= _SILENT_SECONDS
+        }
 
     def take_answer(
         self, member: MemberId, number: int, answer: Standings, now: float
@@ -206,16 +217,19 @@ class Questions:
 
         Args:
             member: the callee.
-            number: of the question; 0, or that of another one than the latest, does not count.
+            number: of the question; 0, or that of one before the last answer, does not count.
             answer: where the calls stand.
             now: the time.
         """
         asked = self._questions.get(member)
-        if not number or asked is None or number != asked.number:
+        if asked is None or number not in asked.unanswered:
             return ()
-        # Not again at once: what is missing has some time to arrive after all.
-        asked.number, asked.patient_until = 0, now + self.seconds
-        standing = {each: answer.calls.get(each, _MISSING) for each in asked.calls}
+        calls = asked.unanswered[number]
+        # Not again at once: what is missing has some time to arrive after all. So the answers to
+        # the other questions, which may be right behind, don't count.
+        asked.unanswered.clear()
+        asked.patient_until = now + self.seconds
+        standing = {each: answer.calls.get(each, _MISSING) for each in calls}
         asked.answer, asked.answered_at = answer._replace(calls=standing), now
         before, asked.missing = asked.missing, standing.keys() - answer.calls.keys()
         return sorted(before & asked.missing)
@@ -243,7 +257,7 @@ class Questions:
             return f"{name} {state}: {text}" if state else f"shortly before, {text}"
         if text and state:
             return f"{age:.0f} s ago {name} said that {text}"
-        silence = now - asked.asked_at if asked.number else 0.0
+        silence = now - asked.asked_at if asked.unanswered else 0.0
         if silence < self.seconds or not state:
             return ""
         return (
@@ -256,13 +270,13 @@ class Questions:
         """Whether a question or an answer has now come by all ways; true once, if by several."""
         if ways == 1:
             return True
-        latest, seen = self._copies.get((kind, sender), (0, set()))
-        if number > latest:
-            seen = set()
-            self._copies[kind, sender] = number, seen
-        elif number < latest or way in seen:
+        copies = self._copies.setdefault((kind, sender), {})
+        seen = copies.setdefault(number, set())
+        if way in seen:
             return False
         seen.add(way)
+        if len(copies) > _MAX_UNANSWERED:
+            del copies[min(copies)]
         return len(seen) == ways
 
     def lost_messages(self, sender: MemberId, way: int, short: int, now: float) -> int:

@@ -12,7 +12,7 @@ from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.wire.member_id import rank_of
 
-__all__ = ["FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
+__all__ = ["ActorLoad", "FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
 
 # `Snapshot.stats`.
 _Stats = Mapping[str, Any]
@@ -56,6 +56,17 @@ class PeerRates:
 
 
 @dataclass
+class ActorLoad:
+    """The actors of one class: their number, the calls that run and wait, and what runs."""
+
+    name: str
+    number: int
+    running: int
+    waiting: int
+    calls: str
+
+
+@dataclass
 class WorkerRates:
     """One worker between two snapshots; what is None is not known.
 
@@ -91,6 +102,7 @@ class WorkerRates:
     rrefs: int | None = None
     functions: list[FunctionRates] = field(default_factory=list)
     peers: list[PeerRates] = field(default_factory=list)
+    actors: list[ActorLoad] = field(default_factory=list)
 
 
 def mesh_rates(before: Iterable[Snapshot], now: MeshView) -> list[WorkerRates]:
@@ -122,6 +134,7 @@ def _worker(old: _Stats | None, now: Snapshot) -> WorkerRates:
     rates.state = new["state"]
     rates.queued, rates.handlers = threads["queued"], threads["running"] + threads["waiting"]
     rates.memory, rates.rrefs = new["memory_bytes"], new["rrefs_owned"] + new["rrefs_held"]
+    rates.actors = _actors(new)
     seconds = new["seconds"] - old["seconds"] if old else 0.0
     if not old or seconds <= 0:
         return rates
@@ -169,6 +182,15 @@ def _peers(old: _Stats, new: _Stats, seconds: float) -> list[PeerRates]:
         for name, peer in new["peers"].items()
     ]
     return sorted(found, key=lambda each: -(each.bytes_in + each.bytes_out))
+
+
+def _actors(new: _Stats) -> list[ActorLoad]:
+    """Returns the actors by class, those for which the most calls wait first."""
+    found = [
+        ActorLoad(name, each["number"], each["running"], each["waiting"], ", ".join(each["calls"]))
+        for name, each in new["actors"].items()
+    ]
+    return sorted(found, key=lambda each: (-each.waiting, -each.running, each.name))
 
 
 def _more(old: _Stats, new: _Stats, table: str, row: str, column: str) -> float:

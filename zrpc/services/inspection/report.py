@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from zrpc.services.inspection.discovery import MeshView
-from zrpc.services.inspection.snapshot import Activity, Call, Frame, Request, Snapshot
+from zrpc.services.inspection.snapshot import Activity, Actor, Call, Frame, Request, Snapshot
 from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
@@ -26,12 +26,15 @@ class Report:
     """Describes one mesh, as far as its workers answered.
 
     If ``idle``, threads that wait for work, and zrpc's own frames, are shown too.
+
+    Attributes:
+        graph: what waits for what in it.
     """
 
     def __init__(self, mesh: MeshView, idle: bool = False) -> None:
         self._mesh = mesh
         self._idle = idle
-        self._graph = WaitGraph(mesh.snapshots)
+        self.graph = WaitGraph(mesh.snapshots)
         self._calls = {(m, call.id): call for m, s in mesh.snapshots.items() for call in s.calls}
         linecache.checkcache()
 
@@ -52,6 +55,8 @@ class Report:
             asked = self._call_of(request)
             ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
             yield f"  ← {self._request(request)}{ago} {request.standing}"
+        for actor in snapshot.actors:
+            yield f"  {self._actor(snapshot.member, actor)}"
         for what, left in [
             ("calls", snapshot.calls_in_all - len(snapshot.calls)),
             ("requests", snapshot.requests_in_all - len(snapshot.requests)),
@@ -90,12 +95,22 @@ class Report:
                 *(f"{n}. {self._step(*step)}" for n, step in enumerate(_told(cycle), 1)),
                 "and that is where it began.",
             ]
-            for cycle in self._graph.cycles()
+            for cycle in self.graph.cycles()
+        ]
+
+    def circles(self) -> list[tuple[list[tuple[Node, Link]], str]]:
+        """Returns the circles and, for each, its steps as a text of one line."""
+        return [
+            (
+                cycle,
+                " ".join(f"({n}) {self._step(*step)}" for n, step in enumerate(_told(cycle), 1)),
+            )
+            for cycle in self.graph.cycles()
         ]
 
     def comes_back(self) -> bool:
         """Returns whether it is worth looking again, for `suspects`."""
-        return bool(self._graph.returns())
+        return bool(self.graph.returns())
 
     def suspects(self, later: MeshView) -> list[list[str]]:
         """Returns the chains that come back to a worker whose thread stands still, as lines.
@@ -103,8 +118,8 @@ class Report:
         That shows in the same mesh a while later.
         """
         found = []
-        for path, end in self._graph.returns():
-            activity = self._graph.activity(end)
+        for path, end in self.graph.returns():
+            activity = self.graph.activity(end)
             again = [
                 other
                 for other in getattr(later.snapshots.get(end.member), "activities", ())
@@ -156,6 +171,15 @@ class Report:
     def _request(self, request: Request) -> str:
         return f"{self._what(request)} for {self._name(request.caller)}"
 
+    def _actor(self, member: MemberId, actor: Actor) -> str:
+        """Returns what an actor runs, and how many calls wait."""
+        running = [Node("request", member, each) for each in actor.running]
+        names = [
+            self._request(self.graph.request(node)) for node in running if self.graph.knows(node)
+        ]
+        text = f"actor {actor.name}: runs {', '.join(names) or 'nothing'}"
+        return f"{text}; {actor.waiting} calls wait" if actor.waiting else text
+
     def _what(self, request: Request) -> str:
         """Returns what is asked for. The caller knows the names of functions sent by value."""
         call = self._call_of(request)
@@ -166,11 +190,11 @@ class Report:
         return self._calls.get((request.caller, request.id))
 
     def _who(self, node: Node) -> str:
-        activity = self._graph.activity(node)
+        activity = self.graph.activity(node)
         text = activity.name
         if activity.request is not None:
             asked = Node("request", node.member, activity.request)
-            text += f", which runs {self._request(self._graph.request(asked))},"
+            text += f", which runs {self._request(self.graph.request(asked))},"
         return text
 
     def _step(self, node: Node, link: Link) -> str:
@@ -178,7 +202,7 @@ class Report:
 
     def _needs(self, node: Node, link: Link) -> str:
         if node.kind == "activity":
-            activity = self._graph.activity(node)
+            activity = self.graph.activity(node)
             if link.call is not None:
                 what = _asked_for(link.call)
                 needs = f"{what} at {self._name(link.call.to)}, for {link.call.age:.1f} s"
@@ -194,10 +218,15 @@ class Report:
             if pool.running == 1:
                 threads = f"the only thread of its pool {size} waits"
             return f"what is queued can't begin: {threads} like this."
-        request = self._graph.request(node)
+        request = self.graph.request(node)
+        if request.behind:
+            return (
+                f"{self._request(request)} waits for its turn on the actor {request.actor}, which "
+                f"runs {self._request(self.graph.request(link.to))}."
+            )
         return (
             f"{self._request(request)} needs the value of an RRef, which "
-            f"{self._request(self._graph.request(link.to))} is still to make."
+            f"{self._request(self.graph.request(link.to))} is still to make."
         )
 
 

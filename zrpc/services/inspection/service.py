@@ -22,6 +22,8 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import ProtocolError, RpcError
 from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.services.inspection.actor_circles import WAITS, ActorCircles
+from zrpc.services.inspection.black_holes import BlackHoles
 from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question
@@ -61,21 +63,28 @@ class InspectionService(Service):
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.rules = Questions()
+        self._black_holes = BlackHoles(agent)
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
         self._listener = self._open_listener()
         # Sends questions and answers. Not the thread that runs callbacks: these may compute.
         self._sender = HandlerPool(1, f"zrpc-{agent.worker_info.name}-questions", agent.context)
+        self._circles = ActorCircles(agent, self._ask_waits)
         # The answers to each question of a visitor about other hosts, by its number.
         self._visits: dict[int, Queue[tuple[MemberId, bytes]]] = {}
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
-        return {Kind.ASK: self._on_question, Kind.TELL: self._on_answer}
+        return {
+            Kind.ASK: self._on_question,
+            Kind.TELL: self._on_answer,
+            Kind.CIRCLE: self._circles.on_circle,
+        }
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
         self.rules.forget(member)
+        self._black_holes.forget(member)
 
     @override
     def explain(self, member: MemberId, call_id: int = 0) -> str:
@@ -85,12 +94,13 @@ class InspectionService(Service):
             state = ""
         name = self.agent.callees.describe(member)
         text = self.rules.describe(member, call_id, name, state, time.monotonic())
-        return text and f"; {text}"
+        return "".join(f"; {each}" for each in (text, self._black_holes.explain(member)) if each)
 
     @override
     def close(self) -> None:
         if self._listener is not None:
             self._listener.close()
+        self._black_holes.close()
         self._sender.close(self.agent.graceful_shutdown.timing.join)
 
     # -- what this worker asks -----------------------------------------------------------
@@ -100,10 +110,12 @@ class InspectionService(Service):
         """Asks the callees of slow calls, answers visitors, and warns of calls."""
         now = time.monotonic()
         self._ask_callees(now)
+        self._black_holes.look(self.rules.silent(now), now)
         self._sender.relieve()
         if self._listener is not None:
             self._listener.admit()
         self._stuck.check_calls(now)
+        self._circles.look(now)
 
     def _ask_callees(self, now: float) -> None:
         waiting: dict[MemberId, list[int]] = {member: [] for member in self.agent.awaited_members()}
@@ -126,7 +138,7 @@ class InspectionService(Service):
         number, body = self._read(message)
         if (visit := self._visits.get(number)) is not None:
             visit.put((message.sender, body))
-        if not number or visit is not None:
+        if not number or visit is not None or self._circles.take(number, body):
             return
         calls = self.agent.caller.calls
         answer, now = Standings.parse(body), time.monotonic()
@@ -156,7 +168,15 @@ class InspectionService(Service):
             if not len(self.agent.outbox):
                 self._send_each_way(message.sender, Kind.TELL, number, told.dump())
 
+    def _ask_waits(self, member: MemberId) -> int:
+        """Asks a member what waits there, and for what; returns the number of the question."""
+        number = next(self.rules.numbers)
+        self._post(member, Kind.ASK, number, dump_question(WAITS))
+        return number
+
     def _dump_snapshot(self, question: str) -> bytes:
+        if question == WAITS:
+            return take_snapshot(self.agent, _MAX_ENTRIES).without_frames().dump()
         return take_snapshot(self.agent, 0 if question.endswith(NUMBERS) else _MAX_ENTRIES).dump()
 
     # -- both ----------------------------------------------------------------------------

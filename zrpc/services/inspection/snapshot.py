@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["FORMAT", "Activity", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
+__all__ = ["FORMAT", "Activity", "Actor", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 4
+FORMAT = 5
 
 
 class Frame(NamedTuple):
@@ -61,6 +61,8 @@ class Request:
         standing: where it stands, for people.
         makes: the RRef whose value it makes; empty if it makes none.
         needs: the RRef whose value it asks for; empty if it asks for none.
+        actor: the class of the actor that it calls, if it waits for its turn there.
+        behind: the caller and the number of each call that runs there; one of them must end first.
     """
 
     caller: MemberId
@@ -71,6 +73,23 @@ class Request:
     standing: str = ""
     makes: str = ""
     needs: str = ""
+    actor: str = ""
+    behind: list[tuple[MemberId, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Actor:
+    """An actor that the worker owns.
+
+    Attributes:
+        name: of its class.
+        running: the caller and the number of each call that it runs.
+        waiting: how many calls wait for their turn.
+    """
+
+    name: str
+    running: list[tuple[MemberId, int]]
+    waiting: int
 
 
 @dataclass(slots=True)
@@ -153,6 +172,7 @@ class Snapshot:
         requests: the requests that it has not answered, the first thousand.
         calls_in_all: the number of all outstanding calls.
         requests_in_all: the number of all requests that are not answered.
+        actors: the actors that it owns, the first thousand.
         stats: `zrpc.stats`, processor time, memory and state; None if they were not asked for.
     """
 
@@ -168,11 +188,16 @@ class Snapshot:
     requests: list[Request]
     calls_in_all: int = 0
     requests_in_all: int = 0
+    actors: list[Actor] = field(default_factory=list)
     stats: dict[str, Any] | None = None
 
     def dump(self) -> bytes:
         """Returns the snapshot as JSON."""
         return json.dumps({"format": FORMAT, **asdict(self)}).encode()
+
+    def without_frames(self) -> Snapshot:
+        """Returns it without stacks, which take most of the space."""
+        return replace(self, activities=[replace(each, frames=[]) for each in self.activities])
 
     def as_dict(self) -> dict[str, Any]:
         """Returns what `dump` writes as a dict, with the rank of each worker added."""
@@ -196,10 +221,19 @@ class Snapshot:
             content["pool"] = Pool(**content["pool"])
             content["activities"] = [_activity(**each) for each in content["activities"]]
             content["calls"] = [Call(**call) for call in content["calls"]]
-            content["requests"] = [Request(**request) for request in content["requests"]]
+            content["requests"] = [_request(**request) for request in content["requests"]]
+            content["actors"] = [_actor(**each) for each in content["actors"]]
             return cls(**content)
         except (TypeError, KeyError) as error:
             raise ValueError(f"expected a snapshot, found something else: {error}") from error
+
+
+def _request(behind: Any, **rest: Any) -> Request:
+    return Request(behind=[(caller, number) for caller, number in behind], **rest)
+
+
+def _actor(running: Any, **rest: Any) -> Actor:
+    return Actor(running=[(caller, number) for caller, number in running], **rest)
 
 
 def _activity(frames: Any, where: Any, request: Any, **rest: Any) -> Activity:

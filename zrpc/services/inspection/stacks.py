@@ -3,7 +3,8 @@
 Calls and handlers note what is needed to tell. A call knows the threads that wait for it. A request
 knows its function, and the thread or the asyncio task in which its handler began. Frames are read
 for their text only: files, lines and names of functions. No name of a local variable matters,
-except for the parameter of ``wait_all``, torch's and zrpc's, which note nothing.
+except for the parameters of ``wait_all``, torch's and zrpc's, and of a future's ``wait``: these
+note nothing.
 
 A thread handles a request if the request began in it, has neither returned nor become a coroutine,
 and the thread's stack still holds the function that runs handlers. That must be so before and after
@@ -51,7 +52,12 @@ _PACKAGES = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.se
 
 # One of these is on the stack of each thread that runs a handler.
 _RUNNERS = tuple(f.__code__ for f in (Execution.__call__, Execution._await, RequestJob.__call__))
-_WAIT_ALL = (torch.futures.wait_all.__code__, wait_all.__code__)
+# The parameters of functions that wait for futures, and note nothing.
+_PARAMETERS = {
+    torch.futures.wait_all.__code__: "futures",
+    wait_all.__code__: "futures",
+    Future.wait.__code__: "self",
+}
 _AWAIT = Future.__await__.__code__
 _MAX_FRAMES = 1000
 _MAX_COROUTINES = 1000
@@ -112,7 +118,7 @@ def _handlers(agent: Agent) -> dict[int, Message]:
             loop = agent.event_loop.thread
             if loop is not None and asyncio.current_task(task.get_loop()) is task:
                 found[loop.ident or 0] = request
-        elif not (scope.deferred or inspect.iscoroutinefunction(scope.function)):
+        elif scope.in_steps or not (scope.deferred or inspect.iscoroutinefunction(scope.function)):
             found[scope.thread] = request
     found.pop(0, None)  # not begun
     return found
@@ -163,13 +169,26 @@ def _coming(agent: Agent) -> list[tuple[Message, Any]]:
 
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
     """Returns the numbers of the outstanding calls of an agent that futures stand for."""
-    calls = [future._call for future in futures if isinstance(future, Future)]
+    calls = [each._call for future in futures for each in _sources(future)]
     known = agent.caller.calls
     return [
         call.call_id
         for call in calls
         if call is not None and not call.settled and known.get(call.call_id) is call
     ]
+
+
+def _sources(future: Any) -> list[Future[Any]]:
+    """Returns the futures of calls that a future depends on: its own call, or those of others."""
+    found: list[Future[Any]] = []
+    left = [future]
+    while left and len(found) < _MAX_FRAMES:
+        each = left.pop()
+        if isinstance(each, Future):
+            found.append(each)
+            left.append(each._source())
+            left += getattr(each, "parts", ())
+    return found
 
 
 def _activity(name: str, stack: Sequence[FrameType], request: Message | None) -> Activity:
@@ -209,11 +228,11 @@ def _is_users(file: str) -> bool:
 
 
 def _futures_waited_for(stack: Iterable[FrameType]) -> list[Any]:
-    """Returns the futures that a thread waits for by torch's ``wait_all`` or zrpc's."""
+    """Returns the futures that a thread waits for by ``wait_all`` or by ``wait``."""
     for frame in stack:
-        if frame.f_code in _WAIT_ALL:
-            futures = frame.f_locals.get("futures")
-            return list(futures) if isinstance(futures, (list, tuple)) else []
+        if (name := _PARAMETERS.get(frame.f_code)) is not None:
+            found = frame.f_locals.get(name)
+            return list(found) if isinstance(found, (list, tuple)) else [found]
         if _is_users(frame.f_code.co_filename):
             break
     return []

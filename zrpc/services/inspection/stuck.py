@@ -59,7 +59,8 @@ class StuckCalls:
             return
         # Calls that were named already may stay the oldest.
         self._next_check = now + self._limit / 10
-        calls = [call for call in self._agent.caller.calls.in_flight() if call.kind != Kind.REMOTE]
+        in_flight = self._agent.caller.calls.in_flight()
+        calls = [call for call in in_flight if call.kind not in (Kind.REMOTE, Kind.STREAM)]
         self._named &= {call.call_id for call in calls}
         new = [call for call in calls if call.call_id not in self._named]
         if any(now - call.begun >= self._limit for call in new):

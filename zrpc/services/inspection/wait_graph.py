@@ -2,7 +2,8 @@
 
 A thread or a coroutine that waits for calls needs all of their answers. A call needs the handler
 that runs for it. A queued call needs *any* thread of the pool. A call that asks for the value of an
-RRef needs the call that makes the value. A coroutine also needs the thread of its event loop, which
+RRef needs the call that makes the value. A call of an actor that waits for its turn needs *any* of
+those that run there. A coroutine also needs the thread of its event loop, which
 another handler may hold up. To find what can never go on, everything that can is struck out, until
 nothing is left to strike out.
 
@@ -13,7 +14,7 @@ a circle that is found is one that stays.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,7 +76,7 @@ class WaitGraph:
             if activity.request is not None:
                 self._handlers.setdefault(Node("request", node.member, activity.request), node)
         self._makers = {(node.member, each.makes): node for node, each in requests if each.makes}
-        # A node needs all of its links, but a queue needs any of them.
+        # A node needs all of its links. But a queue, and a call that waits for its turn, need any.
         self._links = {
             node: list(self._of_activity(node.member, each)) for node, each in activities
         }
@@ -90,6 +91,26 @@ class WaitGraph:
     def request(self, node: Node) -> Request:
         """Returns the call of a node, as its callee sees it."""
         return self._requests[node]
+
+    def knows(self, node: Node) -> bool:
+        """Returns whether a call is among those that its callee has reported."""
+        return node in self._requests
+
+    def leads_to(self, starts: Iterable[Node]) -> set[MemberId]:
+        """Returns the workers of the calls that nodes wait for, directly or not."""
+        found: set[MemberId] = set()
+        left, seen = list(starts), set[Node]()
+        while left:
+            node = left.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            left += [link.to for link in self._links.get(node, ())]
+            if node.kind == "activity":
+                calls = self._calls[node.member]
+                ids = self.activity(node).calls
+                found.update(calls[each].to for each in ids if each in calls)
+        return found
 
     def hopeless(self) -> set[Node]:
         """Returns the nodes that can never go on."""
@@ -139,7 +160,9 @@ class WaitGraph:
 
     def _is_blocked(self, node: Node, left: set[Node]) -> bool:
         waits = [link.to in left for link in self._links[node]]
-        return all(waits) if node.kind == "queue" else any(waits)
+        request = self._requests.get(node)
+        needs_any = node.kind == "queue" or (request is not None and request.behind)
+        return all(waits) if needs_any else any(waits)
 
     def _of_activity(self, member: MemberId, activity: Activity) -> Iterator[Link]:
         for call_id in activity.calls:
@@ -158,6 +181,9 @@ class WaitGraph:
             yield Link(self._handlers[node])
         elif request.queued:
             yield Link(Node("queue", node.member))
+        elif request.behind:
+            for each in request.behind:
+                yield Link(Node("request", node.member, each))
         elif request.needs and (node.member, request.needs) in self._makers:
             yield Link(self._makers[node.member, request.needs])
 

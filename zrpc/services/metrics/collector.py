@@ -21,6 +21,7 @@ _Kind = type[_Counter] | type[_Gauge]
 # The label of the rows of a table, and the attribute of the stats that is the table.
 _CALLS, _HANDLERS = ("function", "calls"), ("function", "handlers")
 _TRAFFIC, _PEERS = ("way", "traffic"), ("peer", "peers")
+_ACTORS = "actor", "actors"
 
 # The kind of a metric, its name (without "zrpc_", and without the "_total" of counters), what it
 # says, its table (None for a single number), and the attribute.
@@ -42,6 +43,9 @@ _METRICS: tuple[tuple[_Kind, str, str, tuple[str, str] | None, str], ...] = (
     (_Gauge, "rrefs_owned", "Values owned that are referred to.", None, "rrefs_owned"),
     (_Gauge, "rrefs_held", "References held to values of others.", None, "rrefs_held"),
     (_Gauge, "autograd_contexts", "Distributed autograd contexts.", None, "autograd_contexts"),
+    (_Gauge, "actors", "Actors, by class.", _ACTORS, "number"),
+    (_Gauge, "actor_calls_running", "Calls that they run.", _ACTORS, "running"),
+    (_Gauge, "actor_calls_waiting", "Calls that wait for their turn.", _ACTORS, "waiting"),
     (_Counter, "reconnects", "Connections that were made again.", None, "reconnects"),
     (_Counter, "lost_messages", "Messages known to be lost.", None, "messages_lost"),
     (_Counter, "missed_heartbeats", "A peer missed its heartbeats.", None, "heartbeats_missed"),

@@ -1,5 +1,5 @@
-"""Names of actors, unique in the mesh, and actors that are made again after their worker restarts.
+"""Names of actors, unique in the mesh.
 
-``registry`` has the rules of names, without I/O, and ``messages`` what they send. ``service`` plugs
-both into an agent.
+``registry`` has the rules, without I/O, and ``messages`` what they send. ``service`` plugs both
+into an agent, and ``claims`` is what a program calls.
 """

@@ -116,20 +116,16 @@ class Naming(NamedTuple):
     """In the message that makes an actor, as an extension.
 
     Attributes:
-        name: the actor's name; None if it has none.
+        name: the actor's name.
         what: what is made, for messages to people.
         actor: whether it is an actor, whose callers number their calls.
         past: see `Ask`.
-        restart: whether its maker makes it again if its owner dies.
-        again: whether that is the case now.
     """
 
-    name: str | None
+    name: str
     what: str
     actor: bool = False
     past: Holder | None = None
-    restart: bool = False
-    again: bool = False
 
     def pack(self) -> bytes:
         """Returns it as bytes."""
@@ -143,9 +139,8 @@ class Naming(NamedTuple):
             ProtocolError: it is something else.
         """
         try:
-            name, what, actor, past, restart, again = json.loads(data)
-            name, past = None if name is None else str(name), _holder_or_none(past)
-            return cls(name, str(what), bool(actor), past, bool(restart), bool(again))
+            name, what, actor, past = json.loads(data)
+            return cls(str(name), str(what), bool(actor), _holder_or_none(past))
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"expected the name of an actor: {error}") from error
 

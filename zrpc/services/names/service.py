@@ -135,9 +135,6 @@ class NameService(Service, MessageHooks):
     def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
         """Claims the name of an actor that this worker is asked to make; then lets it begin."""
         naming: Naming = request.attachment(Tag.NAMING)
-        if naming.name is None:
-            begin()
-            return
         self.ask(
             naming.name,
             partial(self._on_claimed, request, begin, naming),
@@ -153,7 +150,6 @@ class NameService(Service, MessageHooks):
         holder: Holder,
         mine: bool,
     ) -> None:
-        assert naming.name is not None
         rref_id = request.attachment(Tag.SUBJECT)[0]
         value = self._rrefs.values.get(rref_id)
         if mine and value is not None:
@@ -169,8 +165,11 @@ class NameService(Service, MessageHooks):
                 self._give_up(naming.name, holder.number)
             elif value is not None:
                 value.set(error=RpcError(f"the name {naming.name!r} is taken"))
-            self.agent.receiver.run(partial(self.agent.callee.answer, request, None))
+            self.agent.receiver.run(partial(self._answer_empty, request))
         self._tell(request.sender, rref_id, None if mine else holder)
+
+    def _answer_empty(self, request: Message) -> None:
+        self.agent.callee.answer(request, None)
 
     def _on_made(self, name: str, number: int, value: Any) -> None:
         try:

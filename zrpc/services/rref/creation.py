@@ -9,15 +9,17 @@ from enum import Enum, auto
 from typing import Any
 
 from zrpc.calls.pending_call import PendingCall
+from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import ForkId, RRefId, pack_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
+from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["Creation"]
+__all__ = ["Creation", "error_of_creation"]
 
 
 class _State(Enum):
@@ -175,3 +177,18 @@ class Creation:
             if self.state is _State.RETAINED:
                 self.state = _State.RELEASED
                 self.service.dropped.append((self.rref_id, None))
+
+
+def error_of_creation(failure: Exception | Message) -> Exception:
+    """Returns the error to raise when the call that was to make a value has failed."""
+    error: RpcError
+    if isinstance(failure, RpcTimeoutError):
+        error = RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+    elif isinstance(failure, WorkerDied):
+        error = OwnerDied(*failure.args)
+    elif isinstance(failure, Message):
+        return load_exception(failure.body)
+    else:
+        return raised_again(failure)
+    error.executed = failure.executed
+    return error

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
+from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import (
     NotInitializedError,
     OwnerDied,
     RpcError,
     RpcTimeoutError,
-    WorkerDied,
-    raised_again,
 )
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
-from zrpc.services.rref.creation import Creation
-from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId, RRefId, pack_id
-from zrpc.services.rref.service import BackwardOfValue, RRefService
-from zrpc.services.rref.value import ITSELF, READY, OwnedValue
-from zrpc.wire.exceptions import load_exception
+from zrpc.services.rref.creation import Creation, error_of_creation
+from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
+from zrpc.services.rref.forks import reduce_rref
+from zrpc.services.rref.messages import Fork, ForkId, RRefId, pack_id
+from zrpc.services.rref.proxy import Proxy
+from zrpc.services.rref.service import RRefService
+from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
-from zrpc.wire.pickling import encoder, register_reducer
-from zrpc.wire.unpickling import decoder
+from zrpc.wire.pickling import register_reducer
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -211,6 +213,7 @@ class RRef(Generic[T]):
             if self._order is not None:  # the value itself is returned, but in its turn
                 self._ask((READY, None, None), timeout)
             timeout = agent.caller.timeout(timeout)
+            self._wait_here(timeout)
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         if agent.closed:
@@ -234,6 +237,7 @@ class RRef(Generic[T]):
                 "localValue() on user "
                 f"{self._service.agent.worker_info}. Call it on owner {self._owner}"
             )
+        self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -246,11 +250,11 @@ class RRef(Generic[T]):
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
                 timeout of all calls.
         """
-        return _Proxy(self._ask, timeout)
+        return Proxy(self._ask, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Like `rpc_sync`, but the methods return a Future at once."""
-        return _Proxy(self._ask_async, timeout)
+        return Proxy(self._ask_async, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
@@ -258,7 +262,31 @@ class RRef(Generic[T]):
         The first use of a method's name asks the owner whether the value has that method, so
         that AttributeError is raised here if it does not, or TypeError if it can't be called.
         """
-        return _Proxy(self._ask_remotely, timeout)
+        return Proxy(self._ask_remotely, timeout)
+
+    def rpc_stream(
+        self,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        prefetch: int = DEFAULT_PREFETCH,
+        deadline: float = 0,
+    ) -> Any:
+        """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
+
+        Args:
+            timeout: seconds that an item may take, while the reader waits for it; 0 means no limit.
+                Default: the default timeout of all calls.
+            prefetch: the number of items that the generator may be ahead of its reader.
+            deadline: seconds for the whole stream; 0 means no limit.
+
+        Example:
+            >>> class Model:
+            ...     def generate(self, prompt):
+            ...         yield from prompt.split()
+            >>> model = remote("worker1", Model)
+            >>> list(model.rpc_stream().generate("one by one"))
+            ['one', 'by', 'one']
+        """
+        return Proxy(partial(self._ask_for_items, prefetch, deadline), timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs a backward pass with the value, a scalar tensor, as its root.
@@ -318,17 +346,14 @@ class RRef(Generic[T]):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
         self._check()
-        extension = Tag.SUBJECT, pack_id(*self._rref_id)
-        self._service.caller.call(
-            self._owner, Kind.STOP, None, timeout, extension=extension, holds=self, died=OwnerDied
-        )
+        self._service.caller.call(self._owner, Kind.STOP, None, timeout, **self._about())
 
-    def _ask(
-        self,
-        body: Any,
-        timeout: float,
-        kind: Kind = Kind.METHOD,
-    ) -> Any:
+    def _about(self, turn: bytes = b"") -> CallOptions:
+        """Returns what a call about the value needs."""
+        extension = Tag.SUBJECT, pack_id(*self._rref_id) + turn
+        return {"extension": extension, "holds": self, "died": OwnerDied}
+
+    def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:
         """Asks the owner about the value, and waits for the answer."""
         self._check()
         extension = Tag.SUBJECT, pack_id(*self._rref_id)
@@ -347,46 +372,51 @@ class RRef(Generic[T]):
             self._check()  # if the value can't be had, its error says why
             raise
 
-    def _ask_beside(self, name: str, timeout: float) -> Any:
+    def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
         """Asks the owner whether there is a value that has a method; waits for no call of it."""
         self._check()
-        extension = Tag.SUBJECT, pack_id(*self._rref_id) + pack_id(*BESIDE)
-        return self._service.caller.call(
-            self._owner,
-            Kind.METHOD,
-            (name, None, None),
-            timeout,
-            extension=extension,
-            holds=self,
-            died=OwnerDied,
-        )
+        call, about = call or self._service.caller.call, self._about(pack_id(*BESIDE))
+        return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
+
+    def _wait_here(self, timeout: float) -> None:
+        """Waits by a call to this worker, in a handler at the owner, until there is a value.
+
+        So it can be seen what the handler waits for; see `zrpc.services.inspection.wait_graph`.
+        """
+        assert self._value is not None
+        if not self._value.ready and current_scope() is not None:
+            with contextlib.suppress(Exception):  # of what was to make the value, or a time-out
+                self._ask_beside(READY, timeout)
 
     def _ask_async(self, body: Any, timeout: float) -> Any:
         self._check()
-        extension = Tag.SUBJECT, pack_id(*self._rref_id)
-        return self._service.caller.call_async(
-            self._owner,
-            Kind.METHOD,
-            body,
-            timeout,
-            extension=extension,
-            holds=self,
-            died=OwnerDied,
-            order=self._order,
-        )
+        about = self._about()
+        about["order"] = self._order
+        return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
+
+    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+        self._check()
+        about = self._about()
+        about["order"] = self._order
+        streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
+        return streams.open(self._owner, body, timeout, prefetch, deadline, **about)
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
-        self._check()
         name, _, _ = body
         if name not in self._methods:
             self._ask_beside(name, timeout)
             self._methods |= {name}
+        return self._ask_for_value(body, timeout)
+
+    def _ask_for_value(self, body: Any, timeout: float) -> RRef[Any]:
+        """Asks a method of the value for another value, which stays at the owner."""
+        self._check()
         return self._create(self._service.agent, self._owner, body, timeout, self)
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
         if self._failure is not None:
-            raise _error_of_creation(self._failure)
+            raise error_of_creation(self._failure)
         if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
             if self._order is not None:
                 raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
@@ -412,66 +442,11 @@ class RRef(Generic[T]):
         raise RpcError(f"expected a call that sends {self}, but got torch's pickler")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
+        return reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table
 
 
 # In torch, the base of RRef, and the class of RRefs from `remote` or from another worker.
 PyRRef = RRef
-
-
-# The special methods that a program calls through a proxy: those of Python's operators, containers,
-# numbers and context managers. Python, torch and numpy ask any object for others.
-_NAMES = """
-    call len length_hint contains getitem setitem delitem missing reversed iter next aiter anext
-    await enter exit aenter aexit bool int float complex index bytes round trunc floor ceil neg
-    pos abs invert add radd iadd sub rsub isub mul rmul imul matmul rmatmul imatmul truediv
-    rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod divmod rdivmod pow rpow ipow
-    lshift rlshift ilshift rshift rrshift irshift and rand iand or ror ior xor rxor ixor
-"""
-_SPECIAL = frozenset(f"__{name}__" for name in _NAMES.split())
-
-
-class _Proxy:
-    """Each attribute is a function that calls the value's method of that name at its owner.
-
-    To call the proxy is to call the value. Copies of a proxy are the proxy itself. One that is sent
-    arrives as a proxy of the same value.
-
-    ``ask`` is given the name, the arguments and the keyword arguments as one, and the timeout.
-    """
-
-    # torch's compiler expects a dictionary of an object that has any attribute.
-    __slots__ = ("__dict__", "__weakref__", "_ask", "_timeout")
-
-    def __init__(self, ask: Callable[[Any, float], Any], timeout: float) -> None:
-        self._ask = ask
-        self._timeout = timeout
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._ask((ITSELF, args, kwargs), self._timeout)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name[:2] == "__" and name[-2:] == "__" and name not in _SPECIAL:
-            raise AttributeError(
-                f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
-                "those of operators, containers and context managers"
-            )
-        ask, timeout = self._ask, self._timeout
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return ask((name, args, kwargs), timeout)
-
-        method.__name__ = name
-        return method
-
-    def __copy__(self) -> _Proxy:
-        return self
-
-    def __deepcopy__(self, memo: object) -> _Proxy:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _Proxy, (self._ask, self._timeout)
 
 
 def plug_in(agent: Agent) -> RRefService:
@@ -479,46 +454,4 @@ def plug_in(agent: Agent) -> RRefService:
     return RRefService(agent, RRef._of_fork)
 
 
-def _error_of_creation(failure: Exception | Message) -> Exception:
-    """Returns the error to raise when the call that was to make a value has failed."""
-    error: RpcError
-    if isinstance(failure, RpcTimeoutError):
-        error = RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
-    elif isinstance(failure, WorkerDied):
-        error = OwnerDied(*failure.args)
-    elif isinstance(failure, Message):
-        return load_exception(failure.body)
-    else:
-        return raised_again(failure)
-    error.executed = failure.executed
-    return error
-
-
-def _reduce_rref(rref: RRef[Any]) -> Any:
-    message = encoder()
-    service = rref._service
-    if message is None or message.owner is not service.agent:
-        raise RpcError(
-            f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
-            f"the worker that has it ({service.agent.worker_info})"
-        )
-    owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
-    fork = Fork(rref._rref_id, service.new_id(), owner, parent)
-    with service.lock:  # also for the second step: or the fork would not be undone
-        service.references.fork(fork, message.destination)
-        message.undo(lambda: service.cancel_fork(fork))
-    forks = message.extension(Tag.FORKS)
-    forks.extend(fork.pack())
-    place = len(forks) // FORK_SIZE - 1
-    return _receive_rref, (place,) if rref._order is None else (place, rref._order.title)
-
-
-def _receive_rref(index: int, actor: str = "") -> Any:
-    attachments = decoder().message.attachments or {}
-    _, rref = attachments[Tag.FORKS][index]
-    if actor and rref._order is None:
-        rref._order = rref._service.order_of(rref._rref_id, actor, rref._owner)
-    return rref
-
-
-register_reducer(RRef, _reduce_rref)
+register_reducer(RRef, reduce_rref)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from abc import ABC, abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
@@ -17,16 +16,17 @@ from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob
+from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.actors.actor import ActorSink, Sink, do, in_turn, make_mailbox
+from zrpc.services.actors.actor import ActorSink, do, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.order import CallOrder
+from zrpc.services.rref.extended import Call, Resolve
 from zrpc.services.rref.messages import (
     Fork,
     ForkId,
@@ -42,7 +42,7 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["BackwardOfValue", "RRefService"]
+__all__ = ["RRefService"]
 
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
@@ -54,16 +54,6 @@ _LISTING_SECONDS = 5.0
 # A worker remembers this many of the values that it has freed: the caller of a method may give
 # up its call, and then its RRef, before the call arrives.
 _FREED_REMEMBERED = 4096
-
-
-class BackwardOfValue(ABC):
-    """A service of the same agent that runs backward passes from the value of an RRef."""
-
-    @abstractmethod
-    def backward_of_value(
-        self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
-    ) -> None:
-        """Runs a backward pass from the value of an RRef; see `RRef.backward`."""
 
 
 class RRefService(Service, MessageHooks):
@@ -103,9 +93,8 @@ class RRefService(Service, MessageHooks):
         # Each as one number: objects would take the collector's time.
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
         self._closed = False
-        # The actors that this worker owns, and the order of its calls to actors; both guarded by
-        # the lock.
-        self.mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        # Its actors, and the order of its calls to actors; both guarded by the lock.
+        self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
         self._series = itertools.count(1)
 
@@ -168,7 +157,12 @@ class RRefService(Service, MessageHooks):
         same = (each.mailbox for each in others if each.holds(value))
         owned.mailbox = next(same, None) or make_mailbox(self.agent, options)
         with self.lock:
-            self.mailboxes.add(owned.mailbox)
+            self._mailboxes.add(owned.mailbox)
+
+    def mailboxes(self) -> list[Mailbox]:
+        """Returns those of the actors that this worker owns."""
+        with self.lock:
+            return list(self._mailboxes)
 
     def order_of(self, rref_id: RRefId, title: str, owner: WorkerInfo) -> CallOrder:
         """Returns what numbers this worker's calls to an actor."""
@@ -177,13 +171,12 @@ class RRefService(Service, MessageHooks):
             if order is None:
                 series = next(self._series)
                 skip = partial(self._skip, rref_id, owner.member_id)
-                order = CallOrder(title, owner.name, series, _pack_turn, skip)
+                order = CallOrder(title, owner.name, series, pack_id, skip)
                 self._orders[rref_id] = order
             return order
 
     def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
-        body = pack_id(*rref_id) + turn
-        self.agent.outbox.post(owner, Message(Kind.SKIP, body=body))
+        self.agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
 
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message with the child is not sent."""
@@ -257,18 +250,36 @@ class RRefService(Service, MessageHooks):
             self.agent.callee.answer(request, content)
 
     def _on_method(self, request: Message) -> None:
+        self.run_method(request, self.agent.callee)
+
+    def run_method(
+        self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None
+    ) -> None:
+        """Runs a method of the value that a request is about. In the I/O thread.
+
+        Args:
+            request: the request.
+            sink: takes the outcome.
+            wrap: returns what runs instead; it is given what returns the method and its arguments.
+        """
         rref_id, *turn = request.attachment(Tag.SUBJECT)
-        self._run_method(request, self.find_value(rref_id), self.agent.callee, turn)
+        self._run_method(request, self.find_value(rref_id), sink, turn, wrap)
 
     def _run_method(
-        self, request: Message, value: OwnedValue, sink: Sink, turn: Sequence[tuple[int, int]]
+        self,
+        request: Message,
+        value: OwnedValue,
+        sink: ResultSink,
+        turn: Sequence[tuple[int, int]],
+        wrap: Callable[[Resolve], Call] | None = None,
     ) -> None:
         scope = request.scope or self.agent.callee.requests.accept(request)
-        resolve = partial(self._resolve_method, request, value)
+        resolve: Resolve = partial(self._resolve_method, request, value)
+        if wrap is not None:
+            resolve = partial(wrap, resolve)
         mailbox = value.mailbox
         if mailbox is not None:
-            plain = sink is self.agent.callee
-            own = mailbox.sink if plain else ActorSink(mailbox, sink)
+            own = mailbox.sink if sink is self.agent.callee else ActorSink(mailbox, sink)
             begin = partial(self.agent.callee.on_call, request, own, resolve)
             scope.mailbox = mailbox
             method = method_in(request.body) if mailbox.beside else ""
@@ -278,11 +289,11 @@ class RRefService(Service, MessageHooks):
             return
         begin = partial(self.agent.callee.on_call, request, sink, resolve)
         if not value.ready:  # it may become an actor
-            begin = partial(self._run_method, request, value, sink, turn)
+            begin = partial(self._run_method, request, value, sink, turn, wrap)
         # No thread waits for a value that is still to be made.
         value.when_ready(begin, scope)
 
-    def _resolve_method(self, request: Message, value: OwnedValue) -> tuple[Any, Any, Any]:
+    def _resolve_method(self, request: Message, value: OwnedValue) -> Call:
         name, args, kwargs = self.agent.codec.unpack(request)
         content = value.get()
         if args is None:  # it asks whether there is such a method
@@ -437,7 +448,3 @@ class RRefService(Service, MessageHooks):
 
 def _number(rref_id: RRefId) -> int:
     return rref_id.created_on << 64 | rref_id.local_id
-
-
-# The same layout as that of an id, whose first field has 32 bits.
-_pack_turn = pack_id

@@ -16,6 +16,8 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.calls.callee import Callee
     from zrpc.calls.cancel_scope import CancelScope
+    from zrpc.calls.execution import ResultSink
+    from zrpc.functions import Deferral
     from zrpc.services.actors.mailbox import Mailbox
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
@@ -159,6 +161,16 @@ class ValueSink:
         """Notes that the outcome comes later."""
         self._callee.defer(request)
 
+    def hand_over(
+        self,
+        request: Message,
+        deferral: Deferral,
+        call: tuple[Any, Any, Any],
+        sink: ResultSink | None = None,
+    ) -> None:
+        """Gives a call of a marked function to a service, which gives the outcome later."""
+        self._callee.hand_over(request, deferral, call, sink or self)
+
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
         self._callee.count(request)  # before anyone has the value
@@ -166,10 +178,11 @@ class ValueSink:
         self._value.set(value)
         self._callee.answer(request, None)
 
-    def fail(self, request: Message, error: BaseException) -> None:
+    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what the function has raised."""
         try:
-            self._callee.report_failure(error)
+            if report:
+                self._callee.report_failure(error)
         finally:  # also if it can't be logged
             self._callee.count(request, error)
             called = request.scope.function is not None

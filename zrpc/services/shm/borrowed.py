@@ -21,9 +21,20 @@ __all__ = ["Loan", "Loans"]
 
 
 class SegmentMap(mmap.mmap):
-    """A mapped segment, with the descriptor that it was mapped from."""
+    """A mapped segment, with the descriptor that it was mapped from; without one if private."""
 
     fd = -1
+
+    def private(self) -> SegmentMap:
+        """Maps the segment again, for a message whose segment other workers read as well.
+
+        What is written to the new mapping is seen by this process only.
+
+        Raises:
+            OSError: it can't be mapped.
+        """
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        return SegmentMap(self.fd, len(self), mmap.MAP_PRIVATE, protection)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -81,13 +92,16 @@ class Loans:
         """Returns whether the descriptor of a segment has come."""
         return (owner, number) in self._mapped or (owner, number) in self._unopened
 
-    def borrow(self, owner: MemberId, number: int, places: list[tuple[int, int]]) -> list[Any]:
+    def borrow(
+        self, owner: MemberId, number: int, places: list[tuple[int, int]], private: bool = False
+    ) -> list[Any]:
         """Maps a segment that a message came in.
 
         Args:
             owner: the sender.
             number: the number of the segment among the owner's.
             places: offset and size of each buffer of the message.
+            private: whether other workers read the segment at the same time.
 
         Returns:
             A view for each buffer. The message's tensors refer to them; when the last is freed the
@@ -107,6 +121,8 @@ class Loans:
         if any(offset + size > room for offset, size in places):
             del memory  # a log record that is kept would keep it mapped, by this frame
             raise ProtocolError(f"expected places within {room} bytes, found {places}")
+        if private:
+            memory = memory.private()
         # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
         # the array; made from a memoryview, it may refer to the object below.
         views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
@@ -148,6 +164,8 @@ class Loans:
                 if not loan.keep:
                     loan.keep = True
                     memory = loan.memory()
+                    if memory is not None and memory.fd < 0:
+                        continue  # private already, and other messages may name its segment
                     if memory is not None:
                         each.callback(_make_private, memory)
                     self._mapped.pop((loan.owner, loan.number), None)

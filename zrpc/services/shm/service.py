@@ -7,6 +7,8 @@ else by a message of its own. So there is one copy in and none out.
 
 A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
 it. If the peer has no room for it, and if the pool is full, frames are used.
+
+Messages of one call to a group share a segment.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -26,12 +28,14 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError
-from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import Segment, SegmentPool
+from zrpc.services.shm.shared import Share, SharedSegments
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
+from zrpc.wire.pickling import Encoder
 
 __all__ = ["SharedMemoryService"]
 
@@ -43,6 +47,7 @@ LEAST_BYTES = 1 << 18
 _PLACE = struct.Struct("<QQ")  # offset and size of a buffer
 _NOTE = struct.Struct("<BQ")  # verb, number of the segment
 _NUMBER = struct.Struct("<Q")  # number of a segment
+_RECORD = struct.Struct("<QQ")  # number of a shared segment, how many places follow
 
 
 class _Verb(IntEnum):
@@ -77,6 +82,7 @@ class SharedMemoryService(Service, MessageHooks):
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory)
         self.loans = Loans()
+        self._shared = SharedSegments(self.pool, agent.worker_info.member_id)
         # The notes to send to each member. Guarded by the lock.
         self._notes: dict[MemberId, bytes] = {}
         self.sent_bytes = self.received_bytes = 0
@@ -90,7 +96,11 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
-        return {Tag.SHARED: self._borrow, Tag.SEGMENTS: self._on_notes}
+        return {
+            Tag.SHARED: self._borrow,
+            Tag.SEGMENTS: self._on_notes,
+            Tag.COMMON: self._borrow_common,
+        }
 
     @override
     def message_hooks(self) -> MessageHooks:
@@ -135,6 +145,9 @@ class SharedMemoryService(Service, MessageHooks):
                     for verb, number in _NOTE.iter_unpack(data):
                         verb = _Verb.KEEP if verb == _Verb.RETURN else verb
                         self._note(member, verb, number)
+                elif tag == Tag.COMMON:
+                    for number, _ in _records(data):
+                        self._shared.spoil(number)
 
     def _note(self, member: MemberId, verb: int, number: int) -> None:
         """Adds a note for a member. The lock is held."""
@@ -156,24 +169,102 @@ class SharedMemoryService(Service, MessageHooks):
         if lent is None:
             return
         segment, offsets = lent
+        if not self._write(segment, offsets, message.buffers, member):
+            return
+        message.buffers = ()
+        places = b"".join(map(_PLACE.pack, offsets, sizes))
+        data = _NUMBER.pack(segment.number) + places
+        message.extensions = [*message.extensions, (Tag.SHARED, data)]
+
+    def _write(
+        self, segment: Segment, offsets: list[int], buffers: Sequence[Any], borrower: MemberId
+    ) -> bool:
+        """Copies buffers to a segment that was lent for them; returns False if they aren't there.
+
+        Then there was no memory, the borrower was lost, or this service is closed.
+        """
         try:
-            for buffer, offset in zip(message.buffers, offsets, strict=True):
+            for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
         except BaseException as error:
             with self._lock:
-                self.pool.retire(segment.number, member)
+                self.pool.retire(segment.number, borrower)
             if not isinstance(error, OSError):  # frames may find the memory that a segment lacks
                 raise
         finally:
             with self._lock:
                 there = self.pool.written(segment)
-                self.sent_bytes += sum(sizes) if there else 0
-        if not there:
-            return  # there was no memory, the peer was lost, or this service is closed
-        message.buffers = ()
-        places = b"".join(map(_PLACE.pack, offsets, sizes))
-        data = _NUMBER.pack(segment.number) + places
-        message.extensions = [*message.extensions, (Tag.SHARED, data)]
+                if there:
+                    self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
+        return there
+
+    # -- one segment for several messages --------------------------------------------------
+
+    def share(self, buffers: Sequence[Any]) -> Share | None:
+        """Copies buffers to a segment that messages to several workers of this host may name.
+
+        Returns None if they are small, or if there is no room.
+        """
+        sizes = [memoryview(buffer).nbytes for buffer in buffers]
+        own_id = self.agent.membership.own_id
+        if self._closed or sum(sizes) < LEAST_BYTES:
+            return None
+        with uninterrupted:  # or nobody would return the segment
+            with self._lock:
+                self._shared.settle()
+                lent = self.pool.lend(sizes, own_id)
+            if lent is None or not self._write(*lent, buffers, own_id):
+                return None
+            segment, offsets = lent
+            places = b"".join(map(_PLACE.pack, offsets, sizes))
+            with self._lock:
+                record = _RECORD.pack(segment.number, len(sizes)) + places
+                return self._shared.share(segment, record)
+
+    def name_share(self, encoder: Encoder, share: Share) -> int | None:
+        """Adds to a message where the buffers of a share are.
+
+        Returns:
+            The place of these buffers among those that the receiver finds by `Tag.COMMON`; None if
+            the message can't name them, so that it must have the buffers itself.
+        """
+        member, number = encoder.destination, share.segment.number
+        membership = self.agent.membership
+        if member == membership.own_id or not membership.reaches_by_ipc(member):
+            return None
+        with self._lock:
+            # As in `_lend`. The worker knows the segment before a message names it.
+            lost = self._closed or member in membership.lost
+            if lost or not self._shared.lend(number, member):
+                return None
+            if not self._introduce(share.segment, member):
+                self._shared.end_loan(number, member)
+                return None
+            encoder.undo(lambda: self._end_loan(number, member))
+        extension = encoder.extension(Tag.COMMON)
+        index = len(_records(bytes(extension)))
+        extension.extend(share.record)
+        return index
+
+    def _end_loan(self, number: int, member: MemberId) -> None:
+        with self._lock:
+            self._shared.end_loan(number, member)
+
+    def _introduce(self, segment: Segment, member: MemberId) -> bool:
+        """Sends a member the descriptor of a segment, once; False if it has no room for it.
+
+        The lock is held.
+        """
+        if member in segment.known_to:
+            return True
+        network, own_id = self.agent.network, self.agent.membership.own_id
+        try:
+            place = network.endpoint(member)
+            network.descriptors.send(own_id, place, segment.number, segment.fd)
+        except OSError:
+            return False
+        segment.known_to.add(member)
+        return True
 
     def _lend(self, sizes: list[int], member: MemberId) -> tuple[Segment, list[int]] | None:
         """Lends a segment, see `SegmentPool.lend`, whose descriptor the peer has got or will get.
@@ -181,22 +272,15 @@ class SharedMemoryService(Service, MessageHooks):
         Returns None if the peer is lost, since it would keep the segment, or has no room for the
         descriptor.
         """
-        network, membership = self.agent.network, self.agent.membership
         with self._lock:
             # Under the lock: a peer is marked as lost before `on_member_lost` takes back
             # what it was lent.
-            if member in membership.lost:
+            if member in self.agent.membership.lost:
                 return None
             lent = self.pool.lend(sizes, member)
-            if lent is not None and member not in lent[0].known_to:
-                segment = lent[0]
-                try:
-                    own_id, place = membership.own_id, network.endpoint(member)
-                    network.descriptors.send(own_id, place, segment.number, segment.fd)
-                except OSError:
-                    self.pool.unused(segment)
-                    return None
-                segment.known_to.add(member)
+            if lent is not None and not self._introduce(lent[0], member):
+                self.pool.unused(lent[0])
+                return None
             return lent
 
     # -- in the I/O thread ---------------------------------------------------------------
@@ -205,18 +289,31 @@ class SharedMemoryService(Service, MessageHooks):
         """Puts the buffers that came by shared memory into their message."""
         (number,) = _NUMBER.unpack_from(data)
         places = list(_PLACE.iter_unpack(data[_NUMBER.size :]))
+        message.buffers = self._borrow_from(message.sender, number, places)
+
+    def _borrow_common(self, message: Message, data: bytes) -> list[list[Any]]:
+        """Returns the buffers of each shared segment that a message names."""
+        return [
+            self._borrow_from(message.sender, number, places, private=True)
+            for number, places in _records(data)
+        ]
+
+    def _borrow_from(
+        self, owner: MemberId, number: int, places: list[tuple[int, int]], private: bool = False
+    ) -> list[Any]:
         if not places:
             raise ProtocolError("expected the places of buffers in shared memory, found none")
-        if not self.loans.knows(message.sender, number):
+        if not self.loans.knows(owner, number):
             self._receive_descriptors()
         try:
-            message.buffers = self.loans.borrow(message.sender, number, places)
+            buffers = self.loans.borrow(owner, number, places, private)
         except (OSError, ValueError, ProtocolError):
             # Out of descriptors, for example. The sender must send the descriptor again.
             with self._lock:
-                self._note(message.sender, _Verb.KEEP, number)
+                self._note(owner, _Verb.KEEP, number)
             raise
         self.received_bytes += sum(size for _, size in places)
+        return buffers
 
     def _receive_descriptors(self) -> None:
         """Keeps the descriptors that have come until messages name them."""
@@ -236,6 +333,8 @@ class SharedMemoryService(Service, MessageHooks):
                 self.loans.forget(owner, number)
             elif verb in (_Verb.RETURN, _Verb.KEEP):
                 with self._lock:
+                    if self._shared.end_loan(number, owner, spoiled=verb == _Verb.KEEP):
+                        continue
                     end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
                     end(number, owner)
             else:
@@ -243,13 +342,14 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        containers = self.loans.ended, self._notes, self.pool.retired
+        containers = self.loans.ended, self._notes, self.pool.retired, self._shared.ended
         return [(each, self._send_notes) for each in containers]
 
     def _send_notes(self) -> None:
         """Returns what is no longer used here, and says which segments are used no more."""
         with self._lock:
             self._note_ended()
+            self._shared.settle()
             for segment in self.pool.retired:
                 for member in segment.known_to:
                     self._note(member, _Verb.CLOSED, segment.number)
@@ -273,6 +373,7 @@ class SharedMemoryService(Service, MessageHooks):
     def on_member_lost(self, member: MemberId) -> None:
         with self._lock:
             self.pool.retire_lent_to(member)
+            self._shared.forget(member)
             self._notes.pop(member, None)
         self.loans.forget(member)
 
@@ -293,6 +394,18 @@ class SharedMemoryService(Service, MessageHooks):
             for service in [ref() for ref in cls._all.valuerefs()]:
                 if service is not None:
                     each.callback(service.loans.keep_all)
+
+
+def _records(data: bytes) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Returns the numbers of the shared segments that a message names, each with its places."""
+    found, start = [], 0
+    while start < len(data):
+        number, count = _RECORD.unpack_from(data, start)
+        start += _RECORD.size
+        end = start + count * _PLACE.size
+        found.append((number, list(_PLACE.iter_unpack(data[start:end]))))
+        start = end
+    return found
 
 
 os.register_at_fork(before=SharedMemoryService._before_fork)

@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zrpc.api import get_worker_info, remote, rpc_async, rpc_sync
 from zrpc.calls.future import Future
+from zrpc.nn.state_loading import load_part, module_names, stand_ins
 from zrpc.services.rref.rref import RRef
 from zrpc.wire.pickling import encoder
 
@@ -157,6 +158,8 @@ class RemoteModule(torch.nn.Module):
         if destination is None:
             return state
         destination.update(state)  # called for a module that contains this one
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(state._metadata)
         return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,20 +167,21 @@ class RemoteModule(torch.nn.Module):
         return self._remote("load_state_dict", *args, **kwargs)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Mapping[str, Any],
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *found: Any
     ) -> None:
         """Loads this module's part of the state of a module that contains it."""
-        part = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
-        found = self._remote("load_state_dict", part, strict=False)
-        missing_keys.extend(prefix + key for key in found.missing_keys)
-        unexpected_keys.extend(prefix + key for key in found.unexpected_keys)
+        state: Any = OrderedDict((k, v) for k, v in state_dict.items() if k.startswith(prefix))
+        state._metadata = {}
+
+        def load() -> None:
+            self._modules = {}
+            assign = local_metadata.get("assign_to_params_buffers", False)
+            remote_found = self._on_owner(load_part, state, prefix, assign)
+            for mine, more in zip(found[1:], remote_found, strict=True):
+                mine.extend(more)
+
+        names = self._on_owner(module_names)
+        self._modules = stand_ins(names, state._metadata, prefix, local_metadata, load)
 
     # -- changes -------------------------------------------------------------------------
 
@@ -236,8 +240,10 @@ class RemoteModule(torch.nn.Module):
         """Yields this module alone to a module that contains it; else not supported."""
         if memo is None:
             _raise_not_supported("named_modules")
-        alone: Iterator[Any] = super().named_modules(memo, prefix, remove_duplicate)
-        return alone
+        seen = self in memo
+        if remove_duplicate:
+            memo.add(self)
+        return iter([] if seen else [(prefix, self)])
 
     def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)

@@ -1,0 +1,483 @@
+"""Queues between workers: what puts and takes see, and what becomes of items on their way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import queue
+import threading
+import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from tests.support.observed import busy, stats_of
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh
+
+
+@pytest.fixture
+def items(shared: Mesh) -> Iterator[Any]:
+    """A queue on worker1."""
+    rref = rpc.remote(1, rpc.Queue)
+    yield rref
+    rref.rpc_sync().close()
+    until(lambda: not busy(shared))
+
+
+def size(rref: Any) -> int:
+    return int(rref.rpc_sync().qsize())
+
+
+# -- puts and takes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_items_leave_in_the_order_in_which_they_came(shared: Mesh, owner: int) -> None:
+    rref = rpc.remote(owner, rpc.Queue)
+    for number in range(6):
+        assert rref.rpc_sync().put(number) is None
+    assert rref.rpc_sync().get() == 0
+    assert rref.rpc_sync().get_batch(3) == [1, 2, 3]
+    assert rref.rpc_sync().get_batch(32) == [4, 5]
+    assert rref.rpc_sync().empty()
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_puts_of_one_worker_keep_their_order(shared: Mesh, owner: int) -> None:
+    rref = rpc.remote(owner, rpc.Queue)
+    given = [torch.zeros(1 << 17) if number % 10 == 0 else number for number in range(100)]
+    puts = [rref.rpc_async().put((number, each)) for number, each in enumerate(given)]
+    taken: list[int] = []
+    while len(taken) < 100:
+        taken += [number for number, _ in rref.rpc_sync().get_batch(7)]
+    assert taken == list(range(100))
+    rpc.wait_all(puts)
+
+
+def test_a_queue_that_is_stopped(items: Any, shared: Mesh) -> None:
+    waiting = items.rpc_async().get()
+    until(lambda: busy(shared) == 1)
+    rref = rpc.remote(1, rpc.Queue)
+    rref.ready(timeout=SOON)
+    future = rref.rpc_async().get()
+    until(lambda: busy(shared) == 2)
+    rref.stop()
+    with pytest.raises(rpc.QueueClosed) as info:
+        future.wait()
+    assert info.value.executed is False
+    with pytest.raises(rpc.RpcError, match="the actor Queue on worker1 was stopped"):
+        rref.rpc_sync().put(1)
+    items.rpc_sync().put("other")
+    assert waiting.wait() == "other"
+
+
+def test_a_get_waits_for_an_item_and_takes_no_thread(items: Any, shared: Mesh) -> None:
+    futures = [items.rpc_async().get() for _ in range(40)]
+    batch = items.rpc_async().get_batch(3)
+    until(lambda: busy(shared) == 41)
+    assert stats_of(shared, 1).threads.running <= 1
+    for number in range(41):
+        items.rpc_sync().put(number)
+    taken = [future.wait() for future in futures] + batch.wait()
+    assert sorted(taken) == list(range(41))
+
+
+def test_none_is_an_item_like_any_other(items: Any) -> None:
+    items.rpc_sync().put(None)
+    assert items.rpc_sync().get() is None
+
+
+def test_tensors(items: Any) -> None:
+    given = [torch.rand(1 << 16), torch.rand(3)]
+    for tensor in given:
+        items.rpc_sync().put({"x": tensor})
+    for tensor, found in zip(given, items.rpc_sync().get_batch(2), strict=True):
+        assert torch.equal(found["x"], tensor)
+
+
+def test_a_queue_bounded_by_items_lets_puts_wait(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue, (2,))
+    futures = [rref.rpc_async().put(number) for number in range(4)]
+    until(lambda: size(rref) == 2)
+    assert rref.rpc_sync().full()
+    with pytest.raises(queue.Full):
+        rref.rpc_sync().put_nowait("more")
+    with pytest.raises(queue.Full):
+        rref.rpc_sync().put("more", timeout=0.01)
+    assert sorted(rref.rpc_sync().get() for _ in range(4)) == [0, 1, 2, 3]
+    rpc.wait_all(futures)
+    assert rref.rpc_sync().empty()
+
+
+def test_a_queue_bounded_by_bytes(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue, kwargs={"maxbytes": 10_000})
+    rref.rpc_sync().put(torch.zeros(10_000))  # larger than the bound, but the queue is empty
+    with pytest.raises(queue.Full):
+        rref.rpc_sync().put_nowait("")
+    rref.rpc_sync().get()
+    rref.rpc_sync().put_nowait(Box(torch.zeros(2000)))  # in an attribute
+    with pytest.raises(queue.Full):
+        rref.rpc_sync().put_nowait([torch.zeros(2000)])
+    rref.rpc_sync().put_nowait(b"x" * 1000)
+    assert size(rref) == 2
+
+
+class Box:
+    def __init__(self, content: Any) -> None:
+        self.content = content
+
+
+def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(queue.Empty):
+        items.rpc_sync().get_nowait()
+    with pytest.raises(queue.Empty):
+        items.rpc_sync().get(timeout=0.01)
+    with pytest.raises(queue.Empty):
+        items.rpc_sync().get_batch(2, timeout=0.01)
+    assert not caplog.records  # an empty queue is nothing to log
+    for n in (0, 1.5, "2"):
+        with pytest.raises(rpc.OptionError, match="expected a batch of 1 or more items"):
+            items.rpc_sync().get_batch(n)
+    with pytest.raises(rpc.OptionError, match="expected a timeout"):
+        items.rpc_sync().get(timeout=-1)
+    with pytest.raises(TypeError):
+        items.rpc_sync().get(1, 2, 3)
+    with pytest.raises(rpc.RpcError, match=r"can't be taken by remote\(\)"):
+        items.remote().get().to_here()
+    with pytest.raises(rpc.OptionError, match="expected bounds of 0"):
+        rpc.Queue(-1)
+    items.rpc_sync().put("still there")
+    assert items.rpc_sync().get() == "still there"
+
+
+def test_timeouts_end_in_their_order(items: Any) -> None:
+    timeouts = [0.15, 0.05, 0.1]
+    ended: list[float] = []
+    futures = [items.rpc_async().get(timeout=each) for each in timeouts]
+    done = [
+        future.then(lambda _, each=each: ended.append(each))
+        for future, each in zip(futures, timeouts, strict=True)
+    ]
+    rpc.wait_all(done)
+    for future in futures:
+        with pytest.raises(queue.Empty):
+            future.wait()
+    assert ended == sorted(timeouts)
+
+
+def test_a_queue_can_not_be_sent(shared: Mesh) -> None:
+    with pytest.raises(rpc.RpcError, match="a Queue can't be sent"):
+        rpc.rpc_sync(1, echo, (rpc.Queue(),))
+
+
+def test_items_that_can_not_be_sent_or_read_leave_the_queue_usable(items: Any) -> None:
+    with pytest.raises(rpc.SerializationError):
+        items.rpc_sync().put(threading.Lock())
+    local = rpc.RRef(rpc.Queue[Any]())
+    local.local_value().put(threading.Lock())
+    local.local_value().put("next")
+    with pytest.raises(rpc.SerializationError):
+        local.rpc_sync().get()
+    assert local.rpc_sync().get() == "next"
+
+
+def test_closing(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue, (1,))
+    rref.rpc_sync().put("left")
+    waits = rref.rpc_async().put("waits")
+    until(lambda: busy(shared) == 1)
+    rref.rpc_sync().close()
+    with pytest.raises(rpc.QueueClosed, match="takes no more items"):
+        waits.wait()
+    with pytest.raises(rpc.QueueClosed, match="takes no more items"):
+        rref.rpc_sync().put("late")
+    assert rref.rpc_sync().get() == "left"
+    for _ in range(2):
+        with pytest.raises(rpc.QueueClosed, match="all its items are taken"):
+            rref.rpc_sync().get()
+        rref.rpc_sync().close()
+
+
+def test_closing_ends_the_gets_that_wait(items: Any, shared: Mesh) -> None:
+    futures = [items.rpc_async().get() for _ in range(3)]
+    until(lambda: busy(shared) == 3)
+    items.rpc_sync().close()
+    for future in futures:
+        with pytest.raises(rpc.QueueClosed):
+            future.wait()
+
+
+def test_tensors_with_gradients_are_refused_in_a_context(items: Any) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with rpc.autograd.context():
+        with pytest.raises(rpc.RpcError, match=r"a queue carries no gradients, so put tensor\."):
+            items.rpc_sync().put([weight * 2])
+        items.rpc_sync().put((weight * 2).detach())
+        assert torch.equal(items.rpc_sync().get(), torch.full((2,), 2.0))
+    items.rpc_sync().put(weight * 2)  # outside, gradients are not carried by any call
+    assert torch.equal(items.rpc_sync().get(), torch.full((2,), 2.0))
+
+
+# -- calls that leave ------------------------------------------------------------------------
+
+
+def test_a_cancelled_get_takes_no_item(items: Any, shared: Mesh) -> None:
+    future, other = items.rpc_async().get(), items.rpc_async().get()
+    until(lambda: busy(shared) == 2)
+    assert future.cancel()
+    until(lambda: busy(shared) == 1)
+    items.rpc_sync().put("item")
+    assert other.wait() == "item"
+    items.rpc_sync().put("next")
+    assert items.rpc_sync().get() == "next"
+
+
+def test_a_cancelled_put_puts_nothing_and_lets_others_pass(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue, kwargs={"maxbytes": 10_000})
+    rref.rpc_sync().put("first")
+    large = rref.rpc_async().put(torch.zeros(10_000))
+    until(lambda: busy(shared) == 1)
+    small = rref.rpc_async().put("small")
+    until(lambda: busy(shared) == 2)
+    assert large.cancel()
+    small.wait()
+    assert rref.rpc_sync().get_batch(9) == ["first", "small"]
+
+
+def test_a_get_that_times_out_takes_no_item(items: Any, shared: Mesh) -> None:
+    with pytest.raises(rpc.RpcTimeoutError):
+        items.rpc_sync(timeout=0.05).get()
+    items.rpc_sync().put("item")
+    assert items.rpc_sync().get() == "item"
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 0.1})
+def test_the_default_timeout_of_calls_ends_a_get(caller: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue)
+    with pytest.raises(rpc.RpcTimeoutError):
+        rref.rpc_sync().get()
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+@pytest.mark.parametrize("batch", [False, True])
+def test_no_item_is_lost_or_doubled_while_calls_are_cancelled(
+    shared: Mesh, owner: int, batch: bool
+) -> None:
+    """The answer may be on its way at that moment."""
+    rref, count = rpc.remote(owner, rpc.Queue), 150
+    taken: list[int] = []
+    for number in range(count):
+        take = rref.rpc_async()
+        future = take.get_batch(2) if batch else take.get()
+        put = rref.rpc_async().put(number)
+        if number % 3 == 0:
+            put.wait()
+        if not future.cancel():
+            taken += future.wait() if batch else [future.wait()]
+        put.wait()
+    while len(taken) < count:  # what was on its way comes back
+        taken.append(rref.rpc_sync(timeout=SOON).get())
+    assert sorted(taken) == list(range(count))
+    assert rref.rpc_sync().empty()
+
+
+@pytest.mark.system
+def test_no_item_is_lost_or_doubled_while_calls_time_out(shared: Mesh) -> None:
+    rref, count = rpc.remote(1, rpc.Queue), 60
+    taken: list[int] = []
+    for number in range(count):
+        future = rref.rpc_async(timeout=0.002).get()
+        rref.rpc_sync().put(number)
+        with contextlib.suppress(rpc.RpcTimeoutError):
+            taken.append(future.wait())
+    while len(taken) < count:
+        taken.append(rref.rpc_sync(timeout=SOON).get())
+    assert sorted(taken) == list(range(count))
+    assert rref.rpc_sync().empty()
+
+
+@pytest.mark.zrpc(workers=3)
+def test_items_outlive_their_producer_and_a_dead_taker_takes_none(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, rpc.Queue)
+        assert rpc.rpc_sync(2, put_from_there, (rref, "outlives")) is None
+    with mesh.agent(0).as_current():
+        future = rpc.rpc_async(2, get_from_there, (rref, 2))
+        until(lambda: busy(mesh) == 1)  # it has one item and waits for another
+        mesh.agent(2).shutdown(graceful=False)
+        with pytest.raises(rpc.WorkerDied):
+            future.wait()
+        rref.rpc_sync().put("other")
+        assert rref.rpc_sync(timeout=SOON).get() == "other"
+        assert rref.rpc_sync().empty()
+
+
+def put_from_there(rref: Any, item: Any) -> None:
+    rref.rpc_sync().put(item)
+
+
+def get_from_there(rref: Any, count: int) -> list[Any]:
+    return [rref.rpc_sync().get() for _ in range(count)]
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_waiting_put_of_a_dead_producer_leaves(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, rpc.Queue, (1,))
+        rref.rpc_sync().put("first")
+        rpc.rpc_async(2, put_from_there, (rref, "never"))
+        until(lambda: busy(mesh) == 1)
+        mesh.agent(2).shutdown(graceful=False)
+        until(lambda: busy(mesh) == 0)
+        assert rref.rpc_sync().get() == "first"
+        assert rref.rpc_sync().empty()
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_owner_dies(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, rpc.Queue)
+        future = rref.rpc_async().get()
+        until(lambda: busy(mesh) == 1)
+        mesh.agent(1).shutdown(graceful=False)
+        with pytest.raises(rpc.OwnerDied):
+            future.wait()
+        with pytest.raises(rpc.OwnerDied):
+            rref.rpc_sync().put(1)
+
+
+# -- the end ---------------------------------------------------------------------------------
+
+
+def shut_down(mesh: Mesh) -> list[threading.Thread]:
+    closers = [
+        threading.Thread(target=mesh.agent(rank).shutdown, daemon=True) for rank in range(len(mesh))
+    ]
+    for closer in closers:
+        closer.start()
+    return closers
+
+
+def test_a_get_ends_once_all_workers_have_called_shutdown(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, rpc.Queue)
+        future = rref.rpc_async(timeout=0).get()
+        until(lambda: busy(mesh) == 1)
+        closers = shut_down(mesh)
+        with pytest.raises(rpc.QueueClosed, match="all have called shutdown"):
+            future.wait()
+    for closer in closers:
+        closer.join(SOON)
+        assert not closer.is_alive()
+
+
+@pytest.mark.zrpc(elastic=True)
+def test_the_owner_of_a_queue_leaves_an_elastic_mesh_although_a_get_waits(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote(1, rpc.Queue)
+        future = rref.rpc_async(timeout=0).get()
+        until(lambda: busy(mesh) == 1)
+        mesh.agent(1).shutdown(timeout=SOON)
+        with pytest.raises((rpc.QueueClosed, rpc.WorkerDied)):
+            future.wait()
+
+
+# -- on the owner ----------------------------------------------------------------------------
+
+
+def test_its_methods_block_on_the_owner(shared: Mesh) -> None:
+    rref = rpc.RRef(rpc.Queue[int](1))
+    own = rref.local_value()
+    with ThreadPoolExecutor(2) as executor:
+        taking = executor.submit(own.get, SOON)
+        own.put(1)
+        assert taking.result(SOON) == 1
+        own.put(2)
+        putting = executor.submit(own.put, 3)
+        assert own.get() == 2
+        putting.result(SOON)
+    assert own.get_batch(5, timeout=1) == [3]
+    with pytest.raises(queue.Empty):
+        own.get(timeout=0.01)
+    with pytest.raises(queue.Empty):
+        own.get_nowait()
+    assert (len(own), own.qsize(), own.empty(), own.full()) == (0, 0, True, False)
+    assert repr(own) == "<Queue of 0 items, 0 bytes>"
+
+
+def test_without_a_mesh_it_works_within_a_process() -> None:
+    own: rpc.Queue[str] = rpc.Queue()
+    own.put("item")
+    own.close()
+    assert own.get() == "item"
+    with pytest.raises(rpc.QueueClosed):
+        own.get()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_an_item_is_freed_once_it_is_taken(shared: Mesh, waits: bool) -> None:
+    own: rpc.Queue[Box] = rpc.Queue()
+    rref, item = rpc.RRef(own), Box(5)
+    gone = weakref.ref(item)
+    gc.disable()
+    try:
+        taking = rpc.rpc_async(1, get_from_there, (rref, 1)) if waits else None
+        until(lambda: busy(shared, 0) == waits)
+        own.put(item)
+        del item
+        found = rpc.rpc_sync(1, get_from_there, (rref, 1)) if taking is None else taking.wait()
+        assert found[0].content == 5
+        until(lambda: gone() is None)
+    finally:
+        gc.enable()
+
+
+def test_workers_and_the_owner_share_it(shared: Mesh) -> None:
+    own: rpc.Queue[str] = rpc.Queue()
+    rref = rpc.RRef(own)
+    with ThreadPoolExecutor(1) as executor:
+        taking = executor.submit(own.get)
+        assert rpc.rpc_sync(1, put_from_there, (rref, "from there")) is None
+        assert taking.result(SOON) == "from there"
+    future = rpc.rpc_async(1, get_from_there, (rref, 1))
+    own.put("from here")
+    assert future.wait() == ["from here"]
+
+
+def test_a_handler_that_waits_on_the_owner_is_cancelled(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue)
+    future = rpc.rpc_async(1, get_on_owner, (rref,))
+    until(lambda: busy(shared) == 1)
+    assert future.cancel()
+    until(lambda: not busy(shared))
+    rref.rpc_sync().put("item")
+    assert rpc.rpc_sync(1, get_on_owner, (rref,)) == "item"
+
+
+def get_on_owner(rref: Any) -> Any:
+    return rref.local_value().get()
+
+
+def test_a_coroutine_uses_the_rref(shared: Mesh) -> None:
+    rref = rpc.remote(1, rpc.Queue)
+    with pytest.raises(rpc.RpcError, match=r"await queue\.rpc_async\(\)\.get\(\)"):
+        rpc.rpc_sync(1, get_in_coroutine, (rref,))
+    future = rpc.rpc_async(1, await_item, (rref,))
+    rref.rpc_sync().put("item")
+    assert future.wait() == "item"
+
+
+async def get_in_coroutine(rref: Any) -> Any:
+    await asyncio.sleep(0)
+    return rref.local_value().get()
+
+
+async def await_item(rref: Any) -> Any:
+    return await rref.rpc_async().get()

@@ -1,0 +1,58 @@
+"""Groups of actors: each member keeps the order of its calls."""
+
+from __future__ import annotations
+
+import pytest
+
+import zrpc
+from zrpc.testing import Mesh
+
+
+@zrpc.actor
+class Log:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def add(self, number: int) -> None:
+        self.seen.append(number)
+
+    def all_seen(self) -> list[int]:
+        return self.seen
+
+
+def calls_in_turn() -> list[list[int]]:
+    logs = zrpc.remote(zrpc.group("worker*"), Log)
+    futures = []
+    for number in range(60):
+        # By the group, by a slice, and by a member: one order for each actor.
+        called = (logs, logs[1:], logs[2])[number % 3]
+        futures.append(called.rpc_async().add(number))
+    found: list[list[int]] = logs.rpc_sync().all_seen()
+    zrpc.wait_all(futures)
+    return found
+
+
+@pytest.mark.zrpc(workers=3)
+def test_calls_of_groups_slices_and_members_have_one_order(mesh: Mesh) -> None:
+    numbers = range(60)
+    assert mesh.run(0, calls_in_turn) == [
+        [n for n in numbers if n % 3 == 0],
+        [n for n in numbers if n % 3 < 2],
+        list(numbers),
+    ]
+
+
+def stop_one() -> dict[int, BaseException]:
+    logs = zrpc.remote(zrpc.group("worker*"), Log)
+    logs[1].stop()
+    try:
+        logs.rpc_sync().add(1)
+    except zrpc.GroupError as error:
+        return error.errors
+    return {}
+
+
+def test_a_member_that_is_stopped_fails_alone(mesh: Mesh) -> None:
+    errors = mesh.run(0, stop_one)
+    assert list(errors) == [1]
+    assert "was stopped" in str(errors[1])

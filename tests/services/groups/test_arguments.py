@@ -1,0 +1,102 @@
+"""Which member gets what. Without a mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zrpc
+from zrpc.services.groups.arguments import Each, Split
+
+
+class Batch(NamedTuple):
+    seen: torch.Tensor
+    reward: float
+
+
+def parts(value: Any, count: int, dim: int = 0) -> Any:
+    return Split(value, dim).values(count)
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_a_sequence_is_divided_as_torch_divides_a_tensor(length: int, count: int) -> None:
+    expected = [part.tolist() for part in torch.tensor_split(torch.arange(length), count)]
+    assert [part.tolist() for part in parts(torch.arange(length), count)] == expected
+    assert parts(list(range(length)), count) == expected
+    assert [list(part) for part in parts(range(length), count)] == expected
+
+
+def test_a_tensor_is_divided_along_a_dimension() -> None:
+    tensor = torch.arange(12).reshape(2, 6)
+    assert torch.equal(parts(tensor, 3, dim=1)[1], tensor[:, 2:4])
+    assert torch.equal(parts(tensor, 3, dim=-1)[2], tensor[:, 4:])
+
+
+def test_each_tensor_and_each_list_of_a_structure_is_divided() -> None:
+    value = {"a": torch.arange(4), "b": (torch.arange(6), ["x", "y"]), "rate": 0.5, "name": "n"}
+    first, second = parts(value, 2)
+    assert first["a"].tolist() == [0, 1]
+    assert second["a"].tolist() == [2, 3]
+    assert first["b"][0].tolist() == [0, 1, 2]
+    assert first["b"][1] == ["x"]
+    assert second["b"][1] == ["y"]
+    assert first["rate"] == second["rate"] == 0.5
+    assert first["name"] == "n"
+
+
+def test_a_named_tuple_keeps_its_type() -> None:
+    first, second = parts(Batch(torch.arange(3), 0.1), 2)
+    assert isinstance(first, Batch)
+    assert first.seen.tolist() == [0, 1]
+    assert second.seen.tolist() == [2]
+    assert second.reward == 0.1
+
+
+def test_a_list_of_tensors_is_a_list() -> None:
+    """Prompts, say, which differ in their length."""
+    prompts = [torch.arange(length) for length in (3, 1, 2)]
+    first, second = parts(prompts, 2)
+    assert [len(each) for each in first] == [3, 1]
+    assert [len(each) for each in second] == [2]
+
+
+def test_a_tuple_without_tensors_is_a_sequence() -> None:
+    assert parts(("a", "b", "c"), 2) == [("a", "b"), ("c",)]
+
+
+@pytest.mark.parametrize("value", [5, "text", b"bytes", None, object()])
+def test_what_has_no_parts_is_refused(value: Any) -> None:
+    with pytest.raises(TypeError, match="expected a tensor, a sequence, or a structure"):
+        parts(value, 2)
+
+
+def test_a_dimension_that_is_missing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected tensors with a dimension 1 .*shape \(4,\)"):
+        parts(torch.arange(4), 2, dim=1)
+    with pytest.raises(ValueError, match=r"dimension 0 to split, found one of shape \(\)"):
+        parts({"a": torch.arange(4), "b": torch.tensor(1)}, 2)
+    with pytest.raises(ValueError, match="expected a tensor to split along dimension 1"):
+        parts([1, 2], 2, dim=1)
+
+
+def test_each_needs_as_many_values_as_members() -> None:
+    assert Each(iter("ab")).values(2) == ["a", "b"]
+    with pytest.raises(ValueError, match=r"each\(\) of 3 values.*found 2"):
+        Each("ab").values(3)
+
+
+def test_values_that_occur_several_times_are_known() -> None:
+    once, twice = [1], [2]
+    assert Each([once, twice, twice, 7, 7]).repeated() == {id(twice)}
+
+
+@pytest.mark.zrpc(workers=2)
+def test_marks_are_for_groups(mesh: Any) -> None:
+    with mesh.agent(0).as_current():
+        for mark in (zrpc.split([1]), zrpc.each([1]), zrpc.share([1])):
+            with pytest.raises(zrpc.RpcError, match="expected a call of a group"):
+                zrpc.rpc_sync("worker1", len, args=(mark,))

@@ -1,0 +1,382 @@
+"""Calls of groups: who is called, with what, and what comes back."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.support.gates import Gate
+from tests.support.identity import Same
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
+
+
+def name() -> str:
+    return zrpc.get_worker_info().name
+
+
+def fail_at(*names: str) -> str:
+    if name() in names:
+        raise LookupError(name())
+    return name()
+
+
+class Counter:
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def add(self, number: int) -> int:
+        self.count += number
+        return self.count
+
+    def fail(self, at: int) -> int:
+        if self.count == at:
+            raise LookupError(at)
+        return self.count
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.count, key
+
+
+# -- the sequence ----------------------------------------------------------------------------------
+
+
+def test_a_pattern_matches_the_caller_too(joined: Mesh) -> None:
+    assert [*zrpc.group("*")] == joined.names
+    assert [*zrpc.group("worker[12]")] == ["worker1", "worker2"]
+    assert [*zrpc.group("worker3")] == ["worker3"]
+
+
+def test_a_group_is_a_sequence(joined: Mesh) -> None:
+    group = zrpc.group(["worker2", 0, zrpc.get_worker_info("worker1")])
+    assert isinstance(group, Sequence)
+    assert [*group] == ["worker2", "worker0", "worker1"]
+    assert len(group) == 3
+    assert group[-1] == "worker1"
+    assert group.index("worker0") == 1
+    assert "worker3" not in group
+    assert zrpc.get_worker_info("worker2") in group
+    assert [*reversed(group)] == ["worker1", "worker0", "worker2"]
+    assert group.count("worker1") == 1
+    assert zrpc.rpc_sync(group[1:], name) == ["worker0", "worker1"]
+    assert "worker2, worker0, worker1" in repr(group)
+
+
+def test_a_worker_may_be_in_a_group_twice(joined: Mesh) -> None:
+    assert zrpc.rpc_sync(zrpc.group(["worker1"] * 3), name) == ["worker1"] * 3
+
+
+def test_an_empty_slice_calls_nobody(joined: Mesh) -> None:
+    group = zrpc.group("*")
+    assert zrpc.rpc_sync(group[4:], name) == []
+    assert len(zrpc.remote(group[4:], list)) == 0
+
+
+@pytest.mark.parametrize(
+    ("members", "error", "text"),
+    [
+        ("nobody*", zrpc.RpcError, "names match 'nobody\\*', found none; there are worker0"),
+        ([], ValueError, "expected members"),
+        (["worker1", "worker9"], zrpc.RpcError, "could not find destination 'worker9'"),
+        (["worker1", 1.5], TypeError, "found one of type float"),
+    ],
+)
+def test_a_group_needs_members(
+    joined: Mesh, members: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        zrpc.group(members)
+
+
+def test_workers_and_references_are_not_mixed(joined: Mesh) -> None:
+    with pytest.raises(TypeError, match="or RRefs and nothing else"):
+        zrpc.group(["worker1", zrpc.RRef(1)])
+    with pytest.raises(ValueError, match="expected a pattern"):
+        zrpc.group(["worker1"], live=True)
+    with pytest.raises(ValueError, match="expected a size of 1 or more"):
+        zrpc.group("*", size=0)
+
+
+def test_too_few_workers_in_time(joined: Mesh) -> None:
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"expected 5 workers.*found 4: worker0"):
+        zrpc.group("*", size=5, timeout=0.01)
+
+
+def test_a_group_can_be_sent(joined: Mesh) -> None:
+    group = zrpc.group("worker[01]")
+    assert zrpc.rpc_sync("worker3", zrpc.rpc_sync, args=(group, name)) == ["worker0", "worker1"]
+    values = zrpc.remote(group, Counter, args=(zrpc.each([1, 2]),))
+    assert zrpc.rpc_sync("worker3", lambda values: values.rpc_sync().add(1), (values,)) == [2, 3]
+
+
+# -- what is called --------------------------------------------------------------------------------
+
+
+def test_results_are_in_the_order_of_the_group(joined: Mesh) -> None:
+    assert zrpc.rpc_sync(zrpc.group("*")[::-1], name) == joined.names[::-1]
+    assert zrpc.rpc_async(zrpc.group("*"), name).wait() == joined.names
+
+
+def test_each_member_gets_its_arguments(joined: Mesh) -> None:
+    args = (1, zrpc.split([1, 2, 3, 4, 5]), [zrpc.each("abcd")])
+    found = zrpc.rpc_sync(zrpc.group("*"), echo, args, {"more": {"x": zrpc.split(torch.arange(4))}})
+    assert [each[0] for each in found] == [
+        (1, [1, 2], ["a"]),
+        (1, [3], ["b"]),
+        (1, [4], ["c"]),
+        (1, [5], ["d"]),
+    ]
+    assert [each[1]["more"]["x"].item() for each in found] == [0, 1, 2, 3]
+
+
+def test_a_closure_is_called_on_all(joined: Mesh) -> None:
+    base = torch.ones(1000) * 5
+    found = zrpc.rpc_sync(zrpc.group("*"), lambda i: base.sum().item() + i, (zrpc.each(range(4)),))
+    assert found == [5000.0, 5001.0, 5002.0, 5003.0]
+
+
+def test_members_get_empty_parts(joined: Mesh) -> None:
+    assert zrpc.rpc_sync(zrpc.group("*"), len, (zrpc.split([7]),)) == [1, 0, 0, 0]
+
+
+def test_wrong_counts_are_refused_before_anything_is_sent(joined: Mesh) -> None:
+    group = zrpc.group("*")
+    with pytest.raises(ValueError, match="each"):
+        zrpc.rpc_sync(group, echo, args=(zrpc.split([1, 2]), {"deep": zrpc.each([1, 2, 3])}))
+    with pytest.raises(TypeError, match="to split"):
+        zrpc.rpc_async(group, echo, args=(zrpc.split(7),))
+    with pytest.raises(ValueError, match="each"):
+        zrpc.remote(group, echo, args=(zrpc.each([]),))
+    assert not zrpc.stats().calls
+
+
+def test_coroutines_and_futures_are_awaited(joined: Mesh) -> None:
+    async def later(number: int) -> int:
+        return number + 1
+
+    assert zrpc.rpc_sync(zrpc.group("*"), later, (zrpc.each(range(4)),)) == [1, 2, 3, 4]
+
+
+def test_a_future_has_one_part_for_each_member(joined: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[123]"), gate.wait_inside, (zrpc.each("abc"),))
+    gate.await_entry(3)
+    assert not future.done()
+    gate.open()
+    assert sorted(part.wait() for part in zrpc.as_completed(future.parts)) == ["a", "b", "c"]
+    assert [part.wait() for part in future.parts] == future.wait() == ["a", "b", "c"]
+    assert future.then(lambda done: len(done.wait())).wait() == 3
+
+
+def test_a_future_of_a_group_can_be_awaited(joined: Mesh) -> None:
+    async def call() -> Any:
+        return await zrpc.rpc_async(zrpc.group("worker[12]"), name)
+
+    assert zrpc.rpc_sync("worker3", call) == ["worker1", "worker2"]
+
+
+# -- references ------------------------------------------------------------------------------------
+
+
+def test_a_group_of_references(joined: Mesh) -> None:
+    values = zrpc.remote(zrpc.group("*"), Counter, args=(zrpc.each([1, 2, 3, 4]),))
+    assert [value.owner_name() for value in values] == joined.names
+    assert values.rpc_sync().add(10) == [11, 12, 13, 14]
+    assert values[2:].rpc_async().add(zrpc.each([1, 2])).wait() == [14, 16]
+    assert values.rpc_sync().__getitem__("k") == [(11, "k"), (12, "k"), (14, "k"), (16, "k")]
+    assert values[0] in values
+    assert values.index(values[3]) == 3
+    assert [*zrpc.group([values[3], values[0]]).rpc_sync().add(0)] == [16, 11]
+
+
+def test_methods_make_references(joined: Mesh) -> None:
+    values = zrpc.remote(zrpc.group("*"), Counter, args=(0,))
+    made = values.remote().add(zrpc.each([1, 2, 3, 4]))
+    assert [value.to_here() for value in made] == [1, 2, 3, 4]
+    with pytest.raises(zrpc.GroupError, match="has no attribute 'missing'") as caught:
+        values.remote().missing()
+    assert {type(error) for error in caught.value.errors.values()} == {AttributeError}
+
+
+def test_references_in_the_arguments_count_for_each_member(joined: Mesh) -> None:
+    shared = zrpc.remote("worker1", Counter, args=(1,))
+    group = zrpc.group("*")
+
+    def use(rref: Any, own: Any, both: list[Any]) -> Any:
+        return rref.rpc_sync().add(1), own.rpc_sync().fail(0), len(both)
+
+    own = zrpc.remote(group, Counter, args=(zrpc.each([5, 6, 7, 8]),))
+    found = zrpc.rpc_sync(group, use, (shared, zrpc.each(own), [shared, shared]))
+    assert sorted(each[0] for each in found) == [2, 3, 4, 5]
+    assert [each[1:] for each in found] == [(5, 2), (6, 2), (7, 2), (8, 2)]
+    del shared, own
+    for rank in range(4):
+        stats = joined.agent(rank)
+        until(lambda stats=stats: zrpc.rpc_sync(stats.worker_info, zrpc.stats).rrefs_owned == 0)
+
+
+# -- failures --------------------------------------------------------------------------------------
+
+
+def test_some_members_fail(joined: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(zrpc.group("*"), fail_at, args=("worker1", "worker3"))
+    error = caught.value
+    assert sorted(error.errors) == [1, 3]
+    assert isinstance(error.errors[1], LookupError)
+    assert isinstance(error.errors[1].__cause__, zrpc.RemoteError)
+    assert error.results == {0: "worker0", 2: "worker2"}
+    assert error.executed is None
+    assert "2 of 4 members" in str(error)
+    assert "worker3: LookupError: worker3" in str(error)
+    assert isinstance(error, zrpc.RpcError)
+    assert isinstance(error, ExceptionGroup)
+
+
+def test_parts_of_an_error_are_errors_of_groups(joined: Mesh) -> None:
+    def fail(kind: type[Exception]) -> None:
+        raise kind("this")
+
+    found: list[Any] = []
+    try:
+        zrpc.rpc_sync(zrpc.group("*"), fail, (zrpc.each([KeyError, OSError, OSError, ValueError]),))
+    except* OSError as group:
+        found.append(group)
+    except* (KeyError, ValueError) as group:
+        found.append(group)
+    assert [type(each) for each in found] == [zrpc.GroupError] * 2
+    assert [sorted(each.errors) for each in found] == [[1, 2], [0, 3]]
+
+
+def test_the_error_of_a_group_can_be_sent_and_pickled(joined: Mesh) -> None:
+    def call() -> None:
+        zrpc.rpc_sync(zrpc.group("*"), fail_at, args=("worker2",))
+
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync("worker1", call)
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert [*error.errors] == [2]
+        assert error.errors[2] is error.exceptions[0]
+        assert error.results == {0: "worker0", 1: "worker1", 3: "worker3"}
+
+
+def test_each_wait_raises_an_error_of_its_own(joined: Mesh) -> None:
+    future = zrpc.rpc_async(zrpc.group("*"), fail_at, args=("worker2",))
+    for _ in range(2):
+        with pytest.raises(zrpc.GroupError) as caught:
+            future.wait()
+        assert [*caught.value.errors] == [2]
+    assert future.parts[0].wait() == "worker0"
+    with pytest.raises(LookupError):
+        future.parts[2].wait()
+
+
+def test_what_can_not_be_pickled_for_all_is_not_sent(joined: Mesh) -> None:
+    with pytest.raises(zrpc.SerializationError):
+        zrpc.rpc_sync(zrpc.group("*"), echo, args=(threading.Lock(),))
+    assert not zrpc.stats().calls
+
+
+def test_what_can_not_be_pickled_for_one_fails_for_it(joined: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(zrpc.group("*"), echo, args=(zrpc.each([1, threading.Lock(), 3, 4]),))
+    assert isinstance(caught.value.errors[1], zrpc.SerializationError)
+    assert caught.value.results == {0: 1, 2: 3, 3: 4}
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.remote(zrpc.group("*"), echo, args=(zrpc.each([1, threading.Lock(), 3, 4]),))
+    assert [*caught.value.errors] == [1]
+    assert caught.value.results[3].to_here() == 4
+
+
+def test_a_result_that_can_not_be_pickled(joined: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(
+            zrpc.group("*"), lambda i: threading.Lock() if i else i, (zrpc.each(range(4)),)
+        )
+    assert sorted(caught.value.errors) == [1, 2, 3]
+    assert caught.value.results == {0: 0}
+
+
+def test_a_deadline_holds_for_the_whole(joined: Mesh, gate: Gate) -> None:
+    slow = gate.wait_inside
+    functions = zrpc.each([slow, abs, slow, abs])
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(zrpc.group("*"), lambda f, x: f(x), args=(functions, 7), timeout=0.5)
+    assert {place: type(each) for place, each in caught.value.errors.items()} == {
+        0: zrpc.RpcTimeoutError,
+        2: zrpc.RpcTimeoutError,
+    }
+    assert caught.value.results == {1: 7, 3: 7}
+    gate.open()
+    assert zrpc.rpc_sync(zrpc.group("*"), name) == joined.names
+
+
+def test_cancelling_a_future_cancels_all(joined: Mesh) -> None:
+    stopped = threading.Semaphore(0)
+    begun = threading.Semaphore(0)
+
+    class Rest(Same):
+        def __call__(self) -> None:
+            begun.release()
+            if zrpc.current_call().wait_cancelled(SOON):
+                stopped.release()
+
+    future = zrpc.rpc_async(zrpc.group("worker[12]"), Rest())
+    assert begun.acquire(timeout=SOON)
+    assert begun.acquire(timeout=SOON)
+    assert future.cancel()
+    assert future.cancelled()
+    assert not future.cancel()
+    with pytest.raises(zrpc.RpcCancelledError):
+        future.wait()
+    assert stopped.acquire(timeout=SOON)
+    assert stopped.acquire(timeout=SOON)
+    assert all(part.cancelled() for part in future.parts)
+
+
+def test_cancelling_a_part_leaves_the_others(joined: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[123]"), gate.wait_inside, (zrpc.each("abc"),))
+    gate.await_entry(3)
+    assert future.parts[1].cancel()
+    gate.open()
+    with pytest.raises(zrpc.GroupError) as caught:
+        future.wait()
+    assert isinstance(caught.value.errors[1], zrpc.RpcCancelledError)
+    assert caught.value.results == {0: "a", 2: "c"}
+
+
+@pytest.mark.zrpc(options={"max_bytes_in_flight": 1 << 16})
+def test_a_member_that_is_full_does_not_hold_up_the_others(joined: Mesh, gate: Gate) -> None:
+    filling = zrpc.rpc_async("worker1", gate.wait_inside, (bytes(1 << 16),))
+    gate.await_entry()
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(zrpc.group("worker*"), name, timeout=1.0)
+    assert [*caught.value.errors] == [1]
+    assert isinstance(caught.value.errors[1], zrpc.RpcTimeoutError)
+    gate.open()
+    filling.wait()
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3, processes=True, restarts=True)
+def test_a_dead_member_fails_and_its_successor_is_called(mesh: Mesh) -> None:
+    def call(text: str) -> Any:
+        group = zrpc.group(["worker1", "worker2"])
+        try:
+            return zrpc.rpc_sync(group, str.upper, args=(text,), timeout=20)
+        except zrpc.GroupError as error:
+            return {place: type(each).__name__ for place, each in error.errors.items()}
+
+    assert mesh.run(0, call, "a") == ["A", "A"]
+    mesh.kill(2)
+    assert mesh.run(0, call, "b") == {1: "WorkerDied"}
+    mesh.restart(2)
+    assert mesh.run(0, call, "c") == ["C", "C"]

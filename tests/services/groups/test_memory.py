@@ -1,0 +1,178 @@
+"""What goes to all members: packed once, and once in shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.shm.sharing import MIB, large, service_of, until_returned
+from tests.support.waiting import until
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
+LARGE_BYTES = MIB  # of `large`
+
+
+class Picky:
+    """Counts how often it is packed."""
+
+    packed = 0
+
+    def __reduce__(self) -> Any:
+        Picky.packed += 1
+        return Picky, ()
+
+
+def total(tensor: torch.Tensor, more: Any = None) -> float:
+    return tensor.sum().item()
+
+
+def shared_bytes() -> int:
+    return zrpc.stats().traffic["shared_memory"].bytes_sent
+
+
+def test_an_argument_is_packed_once(joined: Mesh) -> None:
+    Picky.packed = 0
+    zrpc.rpc_sync(zrpc.group("*"), lambda *_: None, ([Picky()], zrpc.each(range(4))))
+    assert Picky.packed == 1
+
+
+def test_a_value_that_several_members_get_is_packed_once(joined: Mesh) -> None:
+    Picky.packed = 0
+    one, other = [Picky()], [Picky()]
+    zrpc.rpc_sync(zrpc.group("*"), lambda *_: None, (zrpc.each([one, other, one, other]),))
+    assert Picky.packed == 2
+
+
+def test_a_tensor_lies_once_in_shared_memory(joined: Mesh) -> None:
+    before, tensor = shared_bytes(), large(1)
+    assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
+    assert LARGE_BYTES <= shared_bytes() - before < LARGE_BYTES + 10_000
+    groups = zrpc.stats().groups
+    assert LARGE_BYTES <= groups.bytes_packed < LARGE_BYTES + 10_000
+    assert groups.bytes_sent == groups.bytes_packed
+    until_returned(service_of(joined, 0))
+
+
+def test_a_value_for_two_of_three_lies_once_in_shared_memory(joined: Mesh) -> None:
+    before, one, other = shared_bytes(), large(1), large(2)
+    found = zrpc.rpc_sync(zrpc.group("worker[123]"), total, (zrpc.each([one, other, one]),))
+    assert found == [one.sum().item(), other.sum().item(), one.sum().item()]
+    assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
+    until_returned(service_of(joined, 0))
+
+
+def test_the_segment_is_used_again(joined: Mesh) -> None:
+    group, pool = zrpc.group("worker[123]"), service_of(joined, 0).pool
+    for number in range(6):
+        tensor = large(number)
+        assert zrpc.rpc_sync(group, total, (tensor,)) == [tensor.sum().item()] * 3
+        until_returned(service_of(joined, 0))
+    assert len(pool) == 1
+
+
+def test_no_member_sees_what_another_one_writes(joined: Mesh) -> None:
+    def write(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        tensor.fill_(value)
+        return tensor
+
+    tensor = large(1)
+    original = tensor.clone()
+    found = zrpc.rpc_sync(zrpc.group("*"), write, (tensor, zrpc.each(range(4))))
+    assert [each.unique().tolist() for each in found] == [[0], [1], [2], [3]]
+    assert torch.equal(tensor, original)
+    del found
+    until_returned(service_of(joined, 0))
+
+
+def test_a_member_keeps_what_it_got(joined: Mesh) -> None:
+    """The segment is not written again while a member has tensors in it."""
+    group = zrpc.group("worker[123]")
+    kept = zrpc.remote(group, list, ([],))
+    kept.rpc_sync().append(large(1))
+    for number in range(2, 5):
+        zrpc.rpc_sync(group, total, (large(number),))
+    for values in kept.rpc_sync().__getitem__(0):
+        assert torch.equal(values, large(1))
+    kept.rpc_sync().clear()
+    until_returned(service_of(joined, 0))
+
+
+def test_large_arrays_and_pickles_too(joined: Mesh) -> None:
+    numpy = pytest.importorskip("numpy")
+    before, text = shared_bytes(), "x" * MIB
+    array = numpy.arange(LARGE_BYTES // 8)
+    found = zrpc.rpc_sync(zrpc.group("worker[123]"), lambda a, t: (int(a.sum()), t), (array, text))
+    assert found == [(int(array.sum()), text)] * 3
+    assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
+    until_returned(service_of(joined, 0))
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 40, "shared_memory": 0})
+def test_without_shared_memory(joined: Mesh) -> None:
+    tensor = large(1)
+    assert zrpc.rpc_sync(zrpc.group("*"), total, (tensor,)) == [tensor.sum().item()] * 4
+    assert not shared_bytes()
+
+
+@pytest.mark.zrpc(options={"rpc_timeout": 40, "shared_memory": 3 * MIB})
+def test_a_full_pool(joined: Mesh) -> None:
+    """What members keep fills it: from then on, tensors go by frames."""
+    group = zrpc.group("worker[12]")
+    kept = zrpc.remote(group, list, ([],))
+    for number in range(6):
+        kept.rpc_sync().append(large(number))
+    for number in range(6):
+        for values in kept.rpc_sync().__getitem__(number):
+            assert torch.equal(values, large(number))
+    kept.rpc_sync().clear()
+    until_returned(service_of(joined, 0))
+
+
+def test_a_call_that_is_not_sent_leaves_nothing(joined: Mesh) -> None:
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise LookupError("not me")
+
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(
+            zrpc.group("worker[123]"), total, (large(1), zrpc.each([1, Unpicklable(), 2]))
+        )
+    assert [*caught.value.errors] == [1]
+    until_returned(service_of(joined, 0))
+    tensor = large(2)
+    assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=4, processes=True)
+def test_a_member_that_dies_returns_its_loan(mesh: Mesh) -> None:
+    def hold() -> int:
+        values = zrpc.remote(zrpc.group("worker[123]"), list, ([],))
+        values.rpc_sync().append(large(1))
+        import zrpc.testing.spec as anywhere
+
+        anywhere.__dict__["values"] = values
+        return len(zrpc.rpc_sync(zrpc.group("worker[123]"), total, (large(1),)))
+
+    def go_on() -> Any:
+        import zrpc.testing.spec as anywhere
+        from zrpc.agent.current import current_agent
+        from zrpc.services.shm.service import SharedMemoryService
+
+        values = anywhere.__dict__.pop("values")
+        try:
+            values.rpc_sync().clear()
+        except zrpc.GroupError as error:
+            lost = {place: type(each).__name__ for place, each in error.errors.items()}
+        pool = current_agent().service(SharedMemoryService).pool
+        until(lambda: not pool.lent, "all is returned")
+        found = zrpc.rpc_sync(zrpc.group("worker[13]"), total, (large(2),))
+        return lost, [each == large(2).sum().item() for each in found]
+
+    assert mesh.run(0, hold) == 3
+    mesh.kill(2)
+    assert mesh.run(0, go_on) == ({1: "OwnerDied"}, [True, True])

@@ -1,0 +1,231 @@
+"""Items that go to whichever member is free."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import zrpc
+from tests.services.elastic.conftest import elastic, events  # noqa: F401
+from tests.services.shm.sharing import MIB, large, service_of, until_returned
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.waiting import SOON, until
+from zrpc.services.groups.sharing import Sharing
+from zrpc.testing import Mesh
+
+if TYPE_CHECKING:
+    from tests.services.elastic.conftest import Elastic
+
+pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
+
+
+def name(_: object) -> str:
+    return zrpc.get_worker_info().name
+
+
+# -- the rules -------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 12), st.integers(1, 4), st.data())
+def test_each_item_is_done_once_and_no_member_has_two(
+    items: int, members: int, data: st.DataObject
+) -> None:
+    sharing = Sharing(items, range(members))
+    busy: dict[int, int] = {}
+    done: list[int] = []
+    lost = 0
+    while True:
+        while (given := sharing.next()) is not None:
+            item, member = given
+            assert member not in busy.values()
+            busy[item] = member
+        if not busy:
+            break
+        item = data.draw(st.sampled_from(sorted(busy)))
+        del busy[item]
+        end = data.draw(st.sampled_from(["done", "lost", "again"]))
+        sharing.end(item, lost=end != "done", again=end == "again")
+        lost += end != "done"
+        if end != "again":
+            done.append(item)
+        if data.draw(st.booleans()):
+            sharing.join(members)
+            members += 1
+    assert sharing.stuck == (len(done) < items)
+    assert sorted([*done, *sharing.stop()]) == list(range(items))
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+def test_results_are_in_the_order_of_the_items(joined: Mesh) -> None:
+    assert zrpc.rpc_sync(zrpc.group("*"), abs, (zrpc.share(range(0, -50, -1)),)) == [*range(50)]
+    values = zrpc.remote(zrpc.group("*"), dict, ([("a", 1)],))
+    assert values.rpc_sync().get(zrpc.share("aba")) == [1, None, 1]
+    assert zrpc.rpc_sync(zrpc.group("*"), abs, (zrpc.share([]),)) == []
+
+
+def test_a_member_that_is_busy_gets_no_more(joined: Mesh, gate: Gate) -> None:
+    def work(item: int) -> str:
+        return gate.wait_inside(name(item)) if item == 0 else name(item)
+
+    future = zrpc.rpc_async(zrpc.group("worker[12]"), work, (zrpc.share(range(10)),))
+    gate.await_entry()
+    done = [part.wait() for part in future.parts[1:]]
+    assert len(set(done)) == 1
+    gate.open()
+    assert future.wait() == [({"worker1", "worker2"} - set(done)).pop(), *done]
+
+
+def test_a_member_has_one_item_at_a_time(joined: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(5)),))
+    gate.await_entry(2)
+    assert not gate.entered.acquire(timeout=0.1)
+    gate.open()
+    assert future.wait() == [*range(5)]
+
+
+def test_items_that_fail(joined: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError, match="2 of 4 items failed: item 1: KeyError") as caught:
+        zrpc.rpc_sync(zrpc.group("*"), {0: "a", 3: "d"}.__getitem__, (zrpc.share(range(4)),))
+    assert sorted(caught.value.errors) == [1, 2]
+    assert caught.value.results == {0: "a", 3: "d"}
+
+
+def test_an_item_that_can_not_be_pickled(joined: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(zrpc.group("*"), echo, (zrpc.share([1, threading.Lock(), 3]),))
+    assert isinstance(caught.value.errors[1], zrpc.SerializationError)
+    assert caught.value.results == {0: 1, 2: 3}
+
+
+def test_a_deadline_for_all_items(joined: Mesh, gate: Gate) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(
+            zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(5)),), timeout=0.3
+        )
+    errors = caught.value.errors
+    assert {type(error) for error in errors.values()} == {zrpc.RpcTimeoutError}
+    assert [errors[item].executed for item in (2, 3, 4)] == [False] * 3  # type: ignore[attr-defined]
+    gate.open()
+
+
+def test_cancelling_gives_out_no_more_items(joined: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(9)),))
+    gate.await_entry(2)
+    assert future.cancel()
+    with pytest.raises(zrpc.RpcCancelledError):
+        future.wait()
+    assert all(part.cancelled() for part in future.parts)
+    gate.open()
+    assert not gate.entered.acquire(timeout=0.05)
+    until(lambda: not zrpc.stats().calls_in_flight)
+
+
+def test_an_item_that_is_cancelled_is_not_begun(joined: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(4)),))
+    gate.await_entry(2)
+    assert future.parts[2].cancel()
+    gate.open()
+    with pytest.raises(zrpc.GroupError) as caught:
+        future.wait()
+    assert [*caught.value.errors] == [2]
+    assert caught.value.results == {0: 0, 1: 1, 3: 3}
+
+
+def test_what_goes_to_all_is_packed_once_for_all_items(joined: Mesh) -> None:
+    before = zrpc.stats().traffic["shared_memory"].bytes_sent
+    found = zrpc.rpc_sync(
+        zrpc.group("worker[123]"), lambda t, i: (t[i].item(), i), (large(0), zrpc.share(range(20)))
+    )
+    assert found == [(float(i), i) for i in range(20)]
+    assert zrpc.stats().traffic["shared_memory"].bytes_sent - before < MIB + 10_000
+    until_returned(service_of(joined, 0))
+
+
+def test_items_are_shared_in_a_context(joined: Mesh) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with zrpc.autograd.context() as context:
+        found = zrpc.rpc_sync(
+            zrpc.group("*"), lambda w, i: (w * i).sum(), (weight, zrpc.share([1.0, 2.0, 3.0]))
+        )
+        zrpc.autograd.backward(context, [torch.stack(found).sum()])
+        assert zrpc.autograd.get_gradients(context)[weight].tolist() == [6.0, 6.0]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (zrpc.share([1]), zrpc.share([2])),
+        (zrpc.share([1]), zrpc.split([1, 2])),
+        (zrpc.share([1]), zrpc.each([1, 2, 3, 4])),
+    ],
+)
+def test_share_is_alone_in_a_call(joined: Mesh, args: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected one share\(\)"):
+        zrpc.rpc_sync(zrpc.group("*"), echo, args)
+
+
+def test_share_needs_members_and_results(joined: Mesh) -> None:
+    with pytest.raises(ValueError, match="found it in one by remote"):
+        zrpc.remote(zrpc.group("*"), echo, (zrpc.share([1]),))
+    with pytest.raises(ValueError, match="an empty group"):
+        zrpc.rpc_sync(zrpc.group("*")[4:], echo, (zrpc.share([1]),))
+
+
+# -- members that come and go ----------------------------------------------------------------------
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3, processes=True)
+def test_the_items_of_a_dead_member(mesh: Mesh) -> None:
+    """The one that it has begun fails, and the others go to those that live."""
+
+    def work(item: int) -> int:
+        if item == 0:
+            zrpc.current_call().wait_cancelled(SOON)
+        return item
+
+    def call(pattern: str) -> Any:
+        try:
+            zrpc.rpc_sync(zrpc.group(pattern), work, (zrpc.share(range(6)),), timeout=SOON)
+        except zrpc.GroupError as error:
+            return {i: (type(e).__name__, e.executed) for i, e in error.errors.items()}  # type: ignore[attr-defined]
+
+    def working() -> int:
+        return zrpc.stats().requests_in_progress
+
+    calling = mesh.submit(0, call, "worker[12]")
+    until(lambda: mesh.run(1, working), "the first item has begun")
+    mesh.kill(1)
+    assert calling.result(SOON) == {0: ("WorkerDied", None)}
+    # Now nobody is left after the first item.
+    calling = mesh.submit(0, call, "worker2")
+    until(lambda: mesh.run(2, working), "the first item has begun")
+    mesh.kill(2)
+    found = calling.result(SOON)
+    assert found[0] == ("WorkerDied", None)
+    assert [found[item] for item in range(1, 6)] == [("WorkerDied", False)] * 5
+
+
+@pytest.mark.system
+def test_a_worker_that_joins_takes_items(elastic: Elastic, gate: Gate) -> None:  # noqa: F811
+    def work(item: int) -> str:
+        return gate.wait_inside(name(item)) if item == 0 else name(item)
+
+    first, _ = elastic.join_all(2)
+    with first.as_current():
+        group = zrpc.group("w[1-9]", live=True)
+        future = zrpc.rpc_async(group, work, (zrpc.share(range(5)),))
+        gate.await_entry()
+        elastic.join("x4")  # of no group
+        elastic.join("w4")
+        assert [part.wait() for part in future.parts[1:]] == ["w4"] * 4
+        gate.open()
+        assert future.wait()[0] == "w1"

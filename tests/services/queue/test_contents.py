@@ -1,0 +1,117 @@
+"""What is in a queue and who waits for it: the rules, for any order of events."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zrpc.errors import QueueClosed
+from zrpc.services.queue.contents import Contents, Item, Waiter
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("put"), st.integers(1, 9)),  # the size of the item
+        st.tuples(st.just("take"), st.integers(1, 3)),  # the most items
+        st.tuples(st.just("remove"), st.integers(0, 40)),
+        st.tuples(st.just("give_back"), st.integers(0, 40)),
+        st.tuples(st.just("close"), st.just(0)),
+    ),
+    max_size=60,
+)
+
+
+class Watched:
+    """Some contents, with all that ever waited for them."""
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self.contents = Contents(max_items, max_bytes)
+        self.max_items, self.max_bytes = max_items or math.inf, max_bytes or math.inf
+        self.waiters: list[Waiter] = []
+        self.waiting: list[Waiter] = []
+        self.entered: list[int] = []  # the numbers of the items, in their order
+        self.taken: list[int] = []
+        self.returned = False
+
+    def put(self, size: int) -> None:
+        self._add(Waiter(items=[Item(len(self.waiters), size)]))
+
+    def take(self, most: int) -> None:
+        self._add(Waiter(most, batch=True))
+
+    def _add(self, waiter: Waiter) -> None:
+        self.waiters.append(waiter)
+        self.waiting.append(waiter)
+        self.note(self.contents.add(waiter))
+
+    def remove(self, number: int) -> None:
+        if number < len(self.waiters):
+            waiter = self.waiters[number]
+            removed, done = self.contents.remove(waiter)
+            assert removed == (waiter in self.waiting)
+            if removed:
+                self.waiting.remove(waiter)
+            self.note(done)
+
+    def give_back(self, number: int) -> None:
+        """A taker has not got its items."""
+        if number < len(self.waiters) and self.waiters[number].most:
+            items, self.waiters[number].items = self.waiters[number].items, []
+            for item in items:
+                self.taken.remove(item.value)
+            self.returned |= bool(items)
+            self.note(self.contents.give_back(items))
+
+    def close(self, _: int) -> None:
+        self.note(self.contents.close())
+
+    def note(self, done: Sequence[Waiter]) -> None:
+        for waiter in done:
+            self.waiting.remove(waiter)
+            if waiter.error is not None:
+                assert isinstance(waiter.error, QueueClosed)
+                assert self.contents.closed
+            elif waiter.most:
+                assert 1 <= len(waiter.items) <= waiter.most
+                self.taken += [item.value for item in waiter.items]
+            else:
+                self.entered.append(waiter.items[0].value)
+
+    def check(self) -> None:
+        contents = self.contents
+        left = [item.value for item in contents.items]
+        # No item is lost, and none is taken twice.
+        assert sorted(self.taken + left) == sorted(self.entered)
+        assert contents.nbytes == sum(item.size for item in contents.items)
+        if not self.returned:
+            assert self.taken + left == self.entered  # first in, first out
+            assert len(left) <= self.max_items
+            assert contents.nbytes <= self.max_bytes or len(left) == 1
+        takers = [waiter for waiter in self.waiting if waiter.most]
+        putters = [waiter for waiter in self.waiting if not waiter.most]
+        assert not (takers and left)
+        assert not (putters and not left)
+        assert not (contents.closed and self.waiting)
+        if putters:
+            assert contents.full(putters[0].items[0].size)
+
+
+@given(st.integers(0, 3), st.sampled_from([0, 8, 20]), EVENTS)
+def test_items_leave_once_and_in_their_order(
+    max_items: int, max_bytes: int, events: list[tuple[str, int]]
+) -> None:
+    watched = Watched(max_items, max_bytes)
+    for name, value in events:
+        getattr(watched, name)(value)
+        watched.check()
+
+
+def test_putters_do_not_pass_each_other() -> None:
+    contents = Contents(0, 10)
+    large, small = Waiter(items=[Item("large", 9)]), Waiter(items=[Item("small", 1)])
+    contents.add(Waiter(items=[Item("first", 5)]))
+    assert contents.add(large) == []
+    assert contents.add(small) == []
+    assert contents.add(Waiter(1))[1:] == [large, small]

@@ -1,0 +1,80 @@
+"""Streams of the methods of actors: each holds its place until it ends."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+import zrpc
+from tests.support.waiting import SOON
+from zrpc.testing import Mesh
+
+
+@zrpc.actor
+class Model:
+    def __init__(self) -> None:
+        self.open = 0
+
+    def generate(self, n: int) -> Iterator[int]:
+        self.open += 1
+        try:
+            yield from range(n)
+        finally:
+            self.open -= 1
+
+    async def generate_in_loop(self, n: int) -> AsyncIterator[int]:
+        self.open += 1
+        try:
+            for number in range(n):
+                yield number
+        finally:
+            self.open -= 1
+
+    def count_open(self) -> int:
+        return self.open
+
+    @zrpc.concurrent
+    def count_beside(self) -> int:
+        return self.open
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_in_loop"])
+def test_a_stream_holds_its_place_until_it_ends(caller: Mesh, method: str) -> None:
+    model = zrpc.remote("worker1", Model)
+    stream = getattr(model.rpc_stream(prefetch=2), method)(10)
+    assert next(stream) == 0
+    later = model.rpc_async().count_open()
+    assert model.rpc_sync().count_beside() == 1
+    assert not later.done()
+    assert list(stream) == list(range(1, 10))
+    assert later.wait() == 0
+
+
+def test_a_stream_that_is_closed_lets_the_next_call_begin(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model)
+    stream = model.rpc_stream(prefetch=2).generate(10**9)
+    assert next(stream) == 0
+    stream.close()
+    assert model.rpc_sync(timeout=SOON).count_open() == 0
+
+
+def test_streams_and_calls_of_one_worker_begin_in_their_order(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model)
+    streams = [model.rpc_stream().generate(3) for _ in range(5)]
+    counted = model.rpc_async().count_open()
+    assert [list(stream) for stream in streams] == [[0, 1, 2]] * 5
+    assert counted.wait() == 0
+
+
+def test_a_stream_that_waits_is_refused_when_its_actor_is_stopped(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model)
+    first = model.rpc_stream(prefetch=2).generate(10)
+    assert next(first) == 0
+    second = model.rpc_stream().generate(10)
+    stopped = zrpc.rpc_async("worker1", model.stop)
+    with pytest.raises(zrpc.RpcError, match="was stopped") as caught:
+        next(second)
+    assert caught.value.executed is False
+    assert list(first) == list(range(1, 10))
+    stopped.wait()

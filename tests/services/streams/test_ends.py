@@ -1,0 +1,442 @@
+"""How streams end: by themselves, by their reader, by an error, a time-out, a death, a shutdown."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.streams.conftest import Tap
+from tests.services.streams.test_items import count, mesh_is_empty
+from tests.support.gates import Gate
+from tests.support.identity import here
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh, local_mesh
+
+
+def leave_loop(stream: Any) -> None:
+    for _ in stream:
+        break
+
+
+def leave_loop_by_an_error(stream: Any) -> None:
+    def read() -> None:
+        for _ in stream:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        read()
+
+
+def leave_block(stream: Any) -> None:
+    with stream:
+        next(stream)
+
+
+WAYS: list[Callable[[Any], None]] = [
+    lambda stream: stream.close(),
+    leave_loop,
+    leave_loop_by_an_error,
+    leave_block,
+]
+
+
+@pytest.mark.parametrize("leave", WAYS)
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_the_generator_is_closed_when_its_reader_leaves(
+    caller: Mesh, leave: Callable[[Any], None], to: str
+) -> None:
+    tap = Tap()
+    stream = zrpc.rpc_stream(to, tap.run, prefetch=3)
+    tap.await_made(3)
+    leave(stream)
+    tap.await_close()
+    assert list(stream) == []
+    assert mesh_is_empty(caller)
+
+
+def test_the_generator_is_closed_when_its_stream_is_dropped(caller: Mesh) -> None:
+    tap = Tap()
+    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=3)
+    next(stream)
+    del stream
+    tap.await_close()
+    cycle: list[Any] = [zrpc.rpc_stream("worker1", (other := Tap()).run)]
+    cycle.append(cycle)
+    other.await_made(1)
+    del cycle
+    gc.collect()
+    other.await_close()
+    assert mesh_is_empty(caller)
+
+
+def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(caller: Mesh) -> None:
+    with local_mesh(2, options={"num_worker_threads": 1}) as mesh, mesh.agent(0).as_current():
+        tap, gate = Tap(), Gate()
+        future = zrpc.rpc_async("worker1", gate.work_inside)
+        gate.await_entry()
+        stream = zrpc.rpc_stream("worker1", tap.run)
+        requests = mesh.agent(1).callee.requests
+        until(lambda: len(requests) == 2)
+        stream.close()
+        until(lambda: len(requests) == 1)
+        gate.open()
+        future.wait()
+        assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+        assert mesh_is_empty(mesh)
+        assert tap.made == 0
+
+
+def test_a_step_that_runs_goes_on_before_the_generator_is_closed(caller: Mesh) -> None:
+    gate, notes, calls = Gate(), [], []
+
+    def run() -> Iterator[int]:
+        calls.append(zrpc.current_call())
+        try:
+            yield 0
+            gate.work_inside()
+            notes.append("went on")
+            yield 1
+        finally:
+            notes.append("closed")
+
+    stream = zrpc.rpc_stream("worker1", here(run))
+    assert next(stream) == 0
+    gate.await_entry()
+    stream.close()
+    until(lambda: calls[0].cancelled)
+    assert notes == []
+    gate.open()
+    until(lambda: len(notes) == 2)
+    assert notes == ["went on", "closed"]
+
+
+def test_a_generator_that_yields_while_it_is_closed_is_abandoned(
+    caller: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stubborn() -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            yield 1
+
+    stream = zrpc.rpc_stream("worker1", here(stubborn))
+    assert next(stream) == 0
+    stream.close()
+    until(lambda: "yielded while it was closed" in caplog.text)
+    assert mesh_is_empty(caller)
+
+
+def test_an_error_of_a_finally_block_is_logged(
+    caller: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> Iterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            raise KeyError("in finally")
+
+    stream = zrpc.rpc_stream("worker1", here(run))
+    assert next(stream) == 0
+    stream.close()
+    until(lambda: "in finally" in caplog.text)
+    assert mesh_is_empty(caller)
+
+
+# -- errors --------------------------------------------------------------------------------------
+
+
+def fails_after(n: int, error: BaseException) -> Iterator[int]:
+    yield from range(n)
+    raise error
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_an_error_comes_after_the_items_before_it(caller: Mesh, n: int) -> None:
+    stream = zrpc.rpc_stream("worker1", fails_after, args=(n, KeyError("late")))
+    found: list[int] = []
+    with pytest.raises(KeyError, match="late") as info:
+        found.extend(stream)
+    assert found == list(range(n))
+    assert isinstance(info.value.__cause__, zrpc.RemoteError)
+    assert "fails_after" in str(info.value.__cause__)
+    assert mesh_is_empty(caller)
+
+
+def test_an_error_is_raised_again_by_a_later_next(caller: Mesh) -> None:
+    stream = zrpc.rpc_stream("worker1", fails_after, args=(0, KeyError("late")))
+    for _ in range(3):
+        with pytest.raises(KeyError, match="late"):
+            next(stream)
+
+
+def test_a_generator_does_not_end_its_worker(caller: Mesh) -> None:
+    with pytest.raises(zrpc.RemoteError, match="SystemExit"):
+        list(zrpc.rpc_stream("worker1", fails_after, args=(0, SystemExit(3))))
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+
+
+def test_an_item_that_can_not_be_pickled_ends_the_stream(caller: Mesh) -> None:
+    tap = Tap(lambda number: number if number < 3 else threading.Lock())
+    stream = zrpc.rpc_stream("worker1", tap.run)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(zrpc.SerializationError, match="lock"):
+        next(stream)
+    tap.await_close()
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("no number",)
+
+
+def test_an_item_that_can_not_be_unpickled_ends_the_stream(caller: Mesh) -> None:
+    tap = Tap(lambda number: number if number < 3 else Unreadable())
+    stream = zrpc.rpc_stream("worker1", tap.run)
+    assert [next(stream) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(zrpc.SerializationError, match="no number"):
+        next(stream)
+    tap.await_close()
+    assert mesh_is_empty(caller)
+
+
+# -- time ----------------------------------------------------------------------------------------
+
+
+def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
+    gate, closed = Gate(), threading.Event()
+
+    def run() -> Iterator[int]:
+        try:
+            yield 0
+            gate.wait_inside()
+            yield 1
+        finally:
+            closed.set()
+
+    stream = zrpc.rpc_stream("worker1", here(run), timeout=0.2)
+    assert next(stream) == 0
+    for _ in range(2):
+        with pytest.raises(zrpc.RpcTimeoutError, match=r"200 ms.*Here.*worker1.*for each item"):
+            next(stream)
+    gate.open()
+    assert closed.wait(SOON)
+    assert mesh_is_empty(caller)
+
+
+def test_time_counts_only_while_the_reader_waits(caller: Mesh) -> None:
+    tap = Tap(length=3)
+    stream = zrpc.rpc_stream("worker1", tap.run, timeout=0.3, prefetch=1)
+    for number in range(3):
+        time.sleep(0.4)
+        assert next(stream) == number
+
+
+def test_a_stream_has_a_deadline(caller: Mesh) -> None:
+    tap = Tap()
+    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=2, deadline=0.3)
+    tap.await_close()
+    with pytest.raises(zrpc.RpcTimeoutError, match="300 ms"):
+        list(stream)
+    assert mesh_is_empty(caller)
+
+
+def test_a_deadline_passes_while_the_reader_waits(caller: Mesh) -> None:
+    gate = Gate()
+
+    def run() -> Iterator[Any]:
+        yield zrpc.current_call().time_remaining()
+        gate.wait_inside()
+
+    with gate:
+        stream = zrpc.rpc_stream("worker1", here(run), deadline=0.4, timeout=SOON)
+        assert 0 < next(stream) <= 0.4
+        with pytest.raises(zrpc.RpcTimeoutError, match="400 ms"):
+            next(stream)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_a_stream_ends_with_the_handler_that_reads_it(caller: Mesh) -> None:
+    tap, gate = Tap(), Gate()
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        stream = zrpc.rpc_stream("worker2", tap.run, prefetch=2)
+        next(stream)
+        gate.entered.release()
+        try:
+            while True:
+                next(stream)
+        except zrpc.RpcCancelledError as error:
+            errors.append(error)
+
+    future = zrpc.rpc_async("worker1", here(read))
+    gate.await_entry()
+    future.cancel()
+    tap.await_close()
+    until(lambda: errors)
+    assert mesh_is_empty(caller)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_a_handlers_deadline_is_that_of_its_streams(caller: Mesh) -> None:
+    def read() -> Any:
+        return next(zrpc.rpc_stream("worker2", here(remaining)))
+
+    def remaining() -> Iterator[Any]:
+        yield zrpc.current_call().time_remaining()
+
+    assert 0 < zrpc.rpc_sync("worker1", here(read), timeout=SOON) <= SOON
+
+
+# -- context -------------------------------------------------------------------------------------
+
+color: contextvars.ContextVar[str] = contextvars.ContextVar("color", default="none")
+
+
+def test_the_generator_runs_in_one_context_from_its_beginning_to_its_finally(caller: Mesh) -> None:
+    last: list[Any] = []
+
+    def run() -> Iterator[Any]:
+        color.set("blue")
+        try:
+            for _ in range(10):
+                yield color.get(), zrpc.current_call().caller.name, zrpc.get_worker_info().name
+        finally:
+            last.append((color.get(), zrpc.get_worker_info().name))
+
+    stream = zrpc.rpc_stream("worker1", here(run), prefetch=1)
+    for _ in range(5):
+        assert next(stream) == ("blue", "worker0", "worker1")
+    stream.close()
+    until(lambda: last)
+    assert last == [("blue", "worker1")]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_modes_of_torch_belong_to_the_generator(caller: Mesh, mode: Any) -> None:
+    def run() -> Iterator[Any]:
+        with mode():
+            for _ in range(3):
+                yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        yield torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    inside = False, mode is torch.inference_mode
+    stream = zrpc.rpc_stream("worker1", here(run), prefetch=1)
+    for _ in range(3):
+        assert next(stream) == inside
+        assert zrpc.rpc_sync("worker1", torch.is_grad_enabled) is True
+        assert zrpc.rpc_sync("worker1", torch.is_inference_mode_enabled) is False
+    assert next(stream) == (True, False)
+
+
+# -- deaths and shutdown ---------------------------------------------------------------------------
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_death_of_the_producer_comes_after_its_items(caller: Mesh) -> None:
+    tap = Tap()
+    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=4)
+    tap.await_made(4)
+    assert next(stream) == 0
+    caller.agent(1).close()
+    with pytest.raises(zrpc.WorkerDied, match="worker1"):
+        list(stream)
+    with pytest.raises(zrpc.WorkerDied):
+        list(zrpc.rpc_stream("worker1", count, args=(1,)))
+    assert list(zrpc.rpc_stream("worker2", count, args=(3,))) == [0, 1, 2]
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_generator_is_closed_when_its_reader_dies(caller: Mesh) -> None:
+    tap = Tap()
+    with caller.agent(2).as_current():
+        stream = zrpc.rpc_stream("worker1", tap.run, prefetch=4)
+        next(stream)
+    caller.agent(2).close()
+    tap.await_close()
+    with pytest.raises(zrpc.NotInitializedError):
+        list(stream)
+
+
+@pytest.mark.zrpc(workers=3, processes=True)
+def test_processes_that_are_killed_end_their_streams(mesh: Mesh, tmp_path: Path) -> None:
+    mesh.run(0, open_stream, str(tmp_path / "never"))
+    mesh.run(2, open_stream, str(tmp_path / "closed"))
+    mesh.kill(2)
+    until((tmp_path / "closed").exists)
+    mesh.kill(1)
+    assert mesh.run(0, error_of_stream) == "WorkerDied"
+    assert mesh.run(0, sum_of, "worker0") == 45
+
+
+def noting_numbers(path: str) -> Iterator[int]:
+    import pathlib
+
+    try:
+        yield from range(10**9)
+    finally:
+        pathlib.Path(path).touch()
+
+
+def open_stream(path: str) -> int:
+    stream = zrpc.rpc_stream("worker1", noting_numbers, args=(path,))
+    sys.modules["zrpc"].__dict__["kept_stream"] = stream
+    first: int = next(stream)
+    return first
+
+
+def error_of_stream() -> str:
+    try:
+        for _ in range(10**6):
+            next(sys.modules["zrpc"].__dict__["kept_stream"])
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+def sum_of(to: str) -> int:
+    return sum(zrpc.rpc_stream(to, count, args=(10,)))
+
+
+def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(caller: Mesh) -> None:
+    with local_mesh(2) as mesh:
+        tap = Tap()
+        with mesh.agent(0).as_current():
+            stream = zrpc.rpc_stream("worker1", tap.run)
+            assert next(stream) == 0
+        mesh.shutdown()
+        tap.await_close()
+        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
+            next(stream)
+
+
+def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh) -> None:
+    with local_mesh(3) as mesh:
+        gate = Gate()
+        tap = Tap(length=20)
+
+        def read() -> list[int]:
+            found = []
+            for item in zrpc.rpc_stream("worker2", tap.run, prefetch=1):
+                gate.entered.release()
+                found.append(item)
+                time.sleep(0.12)  # together longer than a stream may stay unread
+            return found
+
+        with mesh.agent(0).as_current():
+            future = zrpc.rpc_async("worker1", here(read))
+        gate.await_entry()
+        mesh.shutdown()
+        assert future.wait() == list(range(20))

@@ -1,0 +1,271 @@
+"""The items of a stream: which, in which order, how far ahead; and what is refused."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+import zrpc.autograd
+from tests.services.streams.conftest import Tap
+from tests.support.identity import Same
+from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh
+
+
+def count(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+class Model:
+    def __init__(self, word: str = "token") -> None:
+        self.word = word
+
+    def generate(self, n: int, *, suffix: str = "") -> Iterator[str]:
+        for number in range(n):
+            yield f"{self.word}{number}{suffix}"
+
+    def __call__(self, n: int) -> Iterator[int]:
+        return count(n)
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+@pytest.mark.parametrize("prefetch", [1, 2, 3, 256])
+def test_all_items_come_in_order(caller: Mesh, to: str, prefetch: int) -> None:
+    stream = zrpc.rpc_stream(to, count, args=(500,), prefetch=prefetch)
+    assert list(stream) == list(range(500))
+    assert list(stream) == []
+
+
+def test_a_method_of_a_value_can_be_a_generator(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model, args=("word",))
+    assert list(model.rpc_stream().generate(3, suffix="!")) == ["word0!", "word1!", "word2!"]
+    assert list(model.rpc_stream(prefetch=1)(3)) == [0, 1, 2]
+    here = zrpc.RRef(Model())
+    assert list(here.rpc_stream().generate(1)) == ["token0"]
+
+
+def test_a_value_that_is_still_to_be_made_is_waited_for(caller: Mesh) -> None:
+    gate = threading.Event()
+
+    class Slow(Same):
+        def make(self) -> Model:
+            assert gate.wait(SOON)
+            return Model()
+
+    stream = zrpc.remote("worker1", Slow().make).rpc_stream().generate(2)
+    gate.set()
+    assert list(stream) == ["token0", "token1"]
+
+
+def test_next_for_and_with_read_the_same_stream(caller: Mesh) -> None:
+    with zrpc.rpc_stream("worker1", count, args=(5,)) as stream:
+        assert next(stream) == 0
+        assert next(stream) == 1
+        assert list(stream) == [2, 3, 4]
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def shared_list(n: int) -> Iterator[Any]:
+    found: list[int] = []
+    tensor = torch.zeros(3)
+    large = torch.zeros(1 << 17)
+    for number in range(n):
+        found.append(number)
+        tensor.fill_(number)
+        large.fill_(number)
+        yield found, tensor, large if number % 2 else None
+
+
+def test_an_item_is_what_it_was_when_it_was_yielded(caller: Mesh) -> None:
+    stream = zrpc.rpc_stream("worker1", shared_list, args=(20,))
+    for number, (found, tensor, large) in enumerate(stream):
+        assert found == list(range(number + 1))
+        assert tensor.tolist() == [number] * 3
+        assert large is None or bool((large == number).all())
+
+
+def test_the_generator_is_at_most_so_far_ahead(caller: Mesh) -> None:
+    for prefetch in (1, 2, 7):
+        tap = Tap()
+        with zrpc.rpc_stream("worker1", tap.run, prefetch=prefetch) as stream:
+            for taken in range(1, 20):
+                assert next(stream) == taken - 1
+                assert tap.made <= taken + prefetch
+            tap.await_made(19 + prefetch // 2)
+        tap.await_close()
+
+
+@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 1 << 20})
+def test_the_generator_is_at_most_as_far_ahead_as_flow_control_lets_it(caller: Mesh) -> None:
+    tap = Tap(lambda number: torch.full((1 << 17,), float(number)))  # half a MiB each
+    with zrpc.rpc_stream("worker1", tap.run) as stream:
+        tap.await_made(2)
+        for number in range(10):
+            assert tap.made <= number + 3
+            assert next(stream)[0] == number
+
+
+@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 1 << 16})
+def test_an_item_that_is_larger_than_the_limit_passes(caller: Mesh) -> None:
+    tap = Tap(lambda number: torch.full((1 << 17,), float(number)), length=4)
+    assert [item[0] for item in zrpc.rpc_stream("worker1", tap.run)] == [0, 1, 2, 3]
+
+
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_generators_that_rest_hold_no_thread(caller: Mesh) -> None:
+    taps = [Tap() for _ in range(5)]
+    streams = [zrpc.rpc_stream("worker1", tap.run, prefetch=2) for tap in taps]
+    for tap in taps:
+        tap.await_made(2)
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    for stream in streams:
+        assert [next(stream) for _ in range(5)] == [0, 1, 2, 3, 4]
+        stream.close()
+
+
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_a_generator_that_never_rests_lets_other_handlers_run(caller: Mesh) -> None:
+    enough = threading.Event()
+
+    class Endless(Same):
+        def run(self) -> Iterator[int]:
+            number = 0
+            while not enough.is_set():
+                yield number
+                number += 1
+
+    stream = zrpc.rpc_stream("worker1", Endless().run)
+    reader = threading.Thread(target=list, args=(stream,))
+    reader.start()
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    enough.set()
+    reader.join(SOON)
+    assert not reader.is_alive()
+
+
+def test_several_threads_share_the_items(caller: Mesh) -> None:
+    stream = zrpc.rpc_stream("worker1", count, args=(3000,), prefetch=16)
+    found: list[int] = []
+
+    def read() -> None:
+        while (item := next(stream, None)) is not None:
+            found.append(item)
+
+    threads = [threading.Thread(target=read) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    assert sorted(found) == list(range(3000))
+
+
+def doubled(to: str, n: int) -> Iterator[int]:
+    for item in zrpc.rpc_stream(to, count, args=(n,)):
+        yield 2 * item
+
+
+def total(to: str, n: int) -> int:
+    return sum(zrpc.rpc_stream(to, doubled, args=("worker0", n)))
+
+
+@pytest.mark.zrpc(workers=3)
+def test_handlers_and_generators_read_streams_of_other_workers(caller: Mesh) -> None:
+    assert zrpc.rpc_sync("worker1", total, args=("worker2", 100)) == 9900
+
+
+@pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 1 << 20})
+def test_a_stream_that_has_begun_leaves_room_for_calls(caller: Mesh) -> None:
+    stream = zrpc.rpc_stream("worker1", pairs, args=(torch.ones(1 << 18),))
+    assert next(stream) == 0
+    future = zrpc.rpc_async("worker1", len, args=(torch.ones(1 << 18),), timeout=SOON)
+    assert future.wait() == 1 << 18
+    assert list(stream) == [1]
+
+
+def pairs(_: torch.Tensor) -> Iterator[int]:
+    yield 0
+    yield 1
+
+
+def scaled(weight: torch.Tensor, n: int) -> Iterator[torch.Tensor]:
+    for factor in range(1, n + 1):
+        yield weight * factor
+
+
+def test_gradients_go_through_a_stream(caller: Mesh) -> None:
+    weight = torch.ones(2, requires_grad=True)
+    with zrpc.autograd.context() as context:
+        loss = sum(item.sum() for item in zrpc.rpc_stream("worker1", scaled, args=(weight, 3)))
+        zrpc.autograd.backward(context, [loss])
+        gradient = zrpc.autograd.get_gradients(context)[weight]
+    assert gradient.tolist() == [6, 6]
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+async def ticks(n: int) -> AsyncIterator[int]:
+    for number in range(n):
+        yield number
+
+
+async def no_generator() -> int:
+    return 1
+
+
+@pytest.mark.parametrize("function", [dict, no_generator])
+def test_a_function_that_is_no_generator_is_refused(caller: Mesh, function: Any) -> None:
+    with pytest.raises(TypeError, match=f"{function.__qualname__}.*rpc_sync"):
+        next(zrpc.rpc_stream("worker1", function))
+
+
+@pytest.mark.parametrize("function", [count, ticks])
+def test_a_generator_is_refused_by_other_verbs(caller: Mesh, function: Any) -> None:
+    with pytest.raises(zrpc.SerializationError, match="rpc_stream"):
+        zrpc.rpc_sync("worker1", function, args=(1,))
+    with pytest.raises(zrpc.SerializationError, match="rpc_stream"):
+        zrpc.rpc_async("worker1", function, args=(1,)).wait()
+    with pytest.raises(zrpc.SerializationError, match="rpc_stream"):
+        zrpc.remote("worker1", function, args=(1,)).to_here()
+
+
+def test_a_stream_can_not_be_sent(caller: Mesh) -> None:
+    with zrpc.rpc_stream("worker1", count, args=(1,)) as stream:
+        with pytest.raises(zrpc.RpcError, match="<Stream of count> can't be sent"):
+            zrpc.rpc_sync("worker1", list, args=(stream,))
+        assert next(stream) == 0
+
+
+@pytest.mark.parametrize("prefetch", [0, -1, 1.5])
+def test_a_wrong_prefetch_is_refused(caller: Mesh, prefetch: Any) -> None:
+    with pytest.raises(zrpc.OptionError, match="prefetch"):
+        zrpc.rpc_stream("worker1", count, args=(1,), prefetch=prefetch)
+
+
+def test_arguments_that_can_not_be_pickled_are_refused_at_once(caller: Mesh) -> None:
+    with pytest.raises(zrpc.SerializationError):
+        zrpc.rpc_stream("worker1", count, args=(threading.Lock(),))
+    assert mesh_is_empty(caller)
+
+
+def mesh_is_empty(mesh: Mesh) -> bool:
+    """Whether nothing is left of any stream, after a moment."""
+    for rank in range(len(mesh)):
+        agent = mesh.agent(rank)
+        until(lambda agent=agent: not any(sizes(agent).values()), f"{rank}: {sizes(agent)}")
+    return True
+
+
+def sizes(agent: Any) -> dict[str, int]:
+    return {
+        name: number
+        for service in agent.services
+        for name, number in service.stats().items()
+        if name.startswith("streams_")
+    }

@@ -1,0 +1,152 @@
+"""Arguments whose value differs from member to member of a group. No I/O in here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from typing_extensions import override
+
+from zrpc.errors import RpcError
+from zrpc.wire.pickling import encoder, register_reducer
+
+__all__ = ["Each", "PerMember", "Share", "Split"]
+
+# Of these, one is as good as another, and as quickly packed as a reference to it.
+_ATOMS = (bool, int, float, complex, str, bytes, type(None))
+
+
+class PerMember(ABC):
+    """An argument whose value each member gets for itself."""
+
+    @abstractmethod
+    def values(self, count: int) -> Sequence[Any]:
+        """Returns the values, one for each of ``count`` members.
+
+        Raises:
+            ValueError: it has not that number of values.
+            TypeError: the argument has no parts.
+        """
+
+    def repeated(self) -> set[int]:
+        """Returns the identities of the values that several members get."""
+        return set()
+
+
+class Split(PerMember):
+    """What `zrpc.split` returns."""
+
+    def __init__(self, value: Any, dim: int) -> None:
+        self._value = value
+        self._dim = dim
+
+    @override
+    def values(self, count: int) -> Sequence[Any]:
+        value = self._value
+        if not _is_structure(value):
+            return self._parts(value, count)
+        leaves, structure = tree_flatten(value, is_leaf=_is_leaf)
+        parts = [
+            self._parts(leaf, count) if _has_parts(leaf) else [leaf] * count for leaf in leaves
+        ]
+        return [tree_unflatten(list(each), structure) for each in zip(*parts, strict=True)]
+
+    def _parts(self, value: Any, count: int) -> Sequence[Any]:
+        if isinstance(value, torch.Tensor):
+            if not -value.dim() <= self._dim < value.dim():
+                raise ValueError(
+                    f"expected tensors with a dimension {self._dim} to split, found one of shape "
+                    f"{tuple(value.shape)}: pass it without split() if all members need it"
+                )
+            return torch.tensor_split(value, count, self._dim)
+        if not _has_parts(value):
+            raise TypeError(
+                "expected a tensor, a sequence, or a structure of these to split, found one of "
+                f"type {type(value).__name__}"
+            )
+        if self._dim:
+            raise ValueError(
+                f"expected a tensor to split along dimension {self._dim}, found one of type "
+                f"{type(value).__name__}"
+            )
+        size, more = divmod(len(value), count)
+        starts = [place * size + min(place, more) for place in range(count + 1)]
+        return [value[starts[place] : starts[place + 1]] for place in range(count)]
+
+
+class Each(PerMember):
+    """What `zrpc.each` returns."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        self._values = list(values)
+
+    @override
+    def values(self, count: int) -> Sequence[Any]:
+        if len(self._values) != count:
+            raise ValueError(
+                f"expected each() of {count} values, one for each member of the group, found "
+                f"{len(self._values)}"
+            )
+        return self._values
+
+    @override
+    def repeated(self) -> set[int]:
+        times = Counter(id(value) for value in self._values if type(value) not in _ATOMS)
+        return {each for each, number in times.items() if number > 1}
+
+
+class Share:
+    """What `zrpc.share` returns: each item is for one member, whichever is free."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = list(items)
+
+
+def _has_parts(value: Any) -> bool:
+    """Whether a value is a tensor, or a sequence (or an array) that has slices."""
+    if isinstance(value, torch.Tensor):
+        return True
+    return isinstance(value, Sized) and hasattr(value, "__getitem__") and not _is_text(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str | bytes | bytearray | dict)
+
+
+def _is_leaf(value: object) -> bool:
+    """Whether a value in a structure is divided as a whole: a list, or a tuple without tensors."""
+    return not _is_structure(value)
+
+
+def _is_structure(value: object) -> bool:
+    """Whether the parts of a value are divided one by one, and not the value itself."""
+    if isinstance(value, list | torch.Tensor):
+        return False
+    if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        leaves = tree_leaves(value)
+        return any(isinstance(each, torch.Tensor | dict) for each in leaves)
+    return not _is_one_leaf(value)
+
+
+def _is_one_leaf(value: object) -> bool:
+    leaves = tree_leaves(value, is_leaf=lambda each: each is not value)
+    return len(leaves) == 1 and leaves[0] is value
+
+
+def _reduce(argument: Any) -> Any:
+    message = encoder()
+    if message is None or message.holes is None:
+        name = type(argument).__name__.lower()
+        raise RpcError(
+            f"expected a call of a group for an argument by {name}(), found one of a single worker "
+            f"or object: pass the value itself, or make a group by zrpc.group()"
+        )
+    return message.holes.leave_out(argument)
+
+
+for _kind in (Split, Each, Share):
+    register_reducer(_kind, _reduce)

@@ -1,0 +1,230 @@
+"""Groups, of workers or of references: sequences that are called as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
+from zrpc.calls.future import Future
+from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.errors import RpcError
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.groups.calls import call_each, make_each
+from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.target import Joining, Target
+from zrpc.services.rref.proxy import Proxy
+from zrpc.services.rref.rref import RRef
+from zrpc.wire.kind import Kind
+
+__all__ = ["Group", "RRefGroup", "WorkerGroup", "names_that_match"]
+
+M = TypeVar("M")
+T = TypeVar("T")
+
+if TYPE_CHECKING:
+    _Sequence = Sequence
+else:  # an abstract class would run code of Python's for each `isinstance`
+    _Sequence = Generic
+
+
+class Group(_Sequence[M]):
+    """A sequence of members that are called as one; `zrpc.group` makes one.
+
+    It has a length, an order, indices and slices. A slice is a group. A group can be sent.
+
+    Args:
+        members: in order.
+    """
+
+    def __init__(self, members: Sequence[M]) -> None:
+        self._members = tuple(members)
+
+    @property
+    def members(self) -> tuple[M, ...]:
+        """The members now, in order."""
+        return self._members
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    @overload
+    def __getitem__(self, place: int) -> M: ...
+    @overload
+    def __getitem__(self, place: slice) -> Group[M]: ...
+    def __getitem__(self, place: int | slice) -> Any:
+        found = self.members[place]
+        return self._of(found) if isinstance(place, slice) else found
+
+    def _of(self, members: Any) -> Group[M]:
+        return type(self)(members)
+
+    def __iter__(self) -> Iterator[M]:
+        return iter(self.members)
+
+    def __reversed__(self) -> Iterator[M]:
+        return reversed(self.members)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self.members
+
+    def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
+        """Returns the place of a member; raises ValueError if it is none."""
+        members = self.members
+        return members.index(value, start, len(members) if stop is None else stop)
+
+    def count(self, value: Any) -> int:
+        """Returns how often a member is in the group."""
+        return self.members.count(value)
+
+
+Sequence.register(Group)
+
+
+class WorkerGroup(Group[str]):
+    """A group of workers, by name; see `zrpc.group`.
+
+    After a restart, the worker that has the name is called.
+
+    Args:
+        members: their names.
+        pattern: if it is given, the names are looked up at each use.
+    """
+
+    def __init__(self, members: Sequence[str], pattern: str | None = None) -> None:
+        super().__init__(members)
+        self._pattern = pattern
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        """The names of the workers now."""
+        if self._pattern is None:
+            return self._members
+        return tuple(names_that_match(current_agent(), self._pattern))
+
+    def __contains__(self, member: object) -> bool:
+        return super().__contains__(member.name if isinstance(member, WorkerInfo) else member)
+
+    def __repr__(self) -> str:
+        live = "" if self._pattern is None else f"{self._pattern!r}, live: "
+        return f"<group of workers: {live}{', '.join(self._members)}>"
+
+    def call(self, body: Any, timeout: float) -> list[Any]:
+        """Does what `zrpc.rpc_sync` does for a group."""
+        return _results(self.call_async(body, timeout))
+
+    def call_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+        """Does what `zrpc.rpc_async` does for a group."""
+        agent = current_agent()
+        target = partial(_worker, agent)
+        targets = [target(agent.membership.find(name)) for name in self._found()]
+        joining = None if self._pattern is None else Joining(self._pattern, target)
+        return call_each(agent, targets, body, timeout, joining)
+
+    def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
+        """Does what `zrpc.remote` does for a group."""
+        agent = current_agent()
+        targets = []
+        for name in self._found():
+            info = agent.membership.find(name)
+            targets.append(Target(info, name, partial(RRef._create, agent, info)))
+        return RRefGroup(make_each(agent, targets, body, timeout))
+
+    def _found(self) -> Sequence[str]:
+        """Returns the members, for a call.
+
+        Raises:
+            RpcError: no worker matches the pattern any longer.
+        """
+        members = self.members
+        if self._pattern is not None and not members:
+            raise RpcError(
+                f"expected workers whose names match {self._pattern!r}, found none in the mesh now"
+            )
+        return members
+
+
+def _worker(agent: Agent, info: WorkerInfo) -> Target:
+    return Target(info, info.name, partial(agent.caller.call_async, info, Kind.CALL))
+
+
+class RRefGroup(Group[RRef[T]]):
+    """A group of references; `zrpc.remote` to a group of workers makes one, or `zrpc.group`.
+
+    The proxies of `rpc_sync`, `rpc_async` and `remote` are those of `zrpc.RRef`: they call the
+    method of each value. All methods may be called from any thread.
+
+    Example:
+        >>> import zrpc
+        >>> lists = zrpc.remote(zrpc.group("worker*"), list, args=(zrpc.each(["a", "bc", "d"]),))
+        >>> lists.rpc_sync().__len__()
+        [1, 2, 1]
+        >>> lists[1:].rpc_async().count("c").wait()
+        [1, 0]
+    """
+
+    def __repr__(self) -> str:
+        return f"<group of RRefs: {', '.join(map(repr, self._members))}>"
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Returns a proxy whose methods run on each value, and return the list of their results.
+
+        Args:
+            timeout: of the whole call, in seconds; 0 means no limit. Default: the default timeout
+                of all calls.
+        """
+        return Proxy(self._ask, timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Like `rpc_sync`, but the methods return a future of the list at once."""
+        return Proxy(self._ask_async, timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """Like `rpc_sync`, but the results stay at their owners, and the methods return groups.
+
+        The first use of a method's name asks whether the values have that method, as that of an
+        RRef does.
+        """
+        return Proxy(self._ask_remotely, timeout)
+
+    def _ask(self, body: Any, timeout: float) -> list[Any]:
+        return _results(self._ask_async(body, timeout))
+
+    def _ask_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+        targets = [_target(rref, rref._ask_async) for rref in self._members]
+        return call_each(self._agent(), targets, body, timeout)
+
+    def _ask_remotely(self, body: Any, timeout: float) -> RRefGroup[Any]:
+        name, _, _ = body
+        unknown = [rref for rref in self._members if name not in rref._methods]
+        call = self._agent().caller.call_async
+        asked = [rref._ask_beside(name, timeout, call) for rref in unknown]
+        _results(GroupFuture(asked, [rref.owner_name() for rref in unknown]))
+        for rref in unknown:
+            rref._methods |= {name}
+        targets = [_target(rref, rref._ask_for_value) for rref in self._members]
+        return RRefGroup(make_each(self._agent(), targets, body, timeout))
+
+    def _agent(self) -> Agent:
+        return self._members[0]._service.agent if self._members else current_agent()
+
+
+def _target(rref: RRef[Any], ask: Callable[[Any, float], Any]) -> Target:
+    return Target(rref.owner(), rref.owner_name(), ask)
+
+
+def _results(future: Future[list[Any]]) -> list[Any]:
+    """Waits for a future; if that is interrupted, its calls are cancelled."""
+    try:
+        return future.wait()
+    except BaseException:
+        future.cancel()  # does nothing if it is done
+        raise
+
+
+def names_that_match(agent: Agent, pattern: str) -> list[str]:
+    """Returns the names of the members that match a pattern, by rank."""
+    return [info.name for info in agent.get_worker_infos() if fnmatchcase(info.name, pattern)]

@@ -1,0 +1,262 @@
+"""Packs what goes to all members of a group once, and makes each member's message of it."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pickle import PickleBuffer
+from typing import Any
+
+from zrpc.agent.agent import Agent
+from zrpc.calls.function_names import name_of
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime import garbage_collector
+from zrpc.services.groups.arguments import PerMember, Share
+from zrpc.services.groups.service import GroupService
+from zrpc.services.shm import shared
+from zrpc.wire.kind import Tag
+from zrpc.wire.message import Message
+from zrpc.wire.parts import PartEncoder
+from zrpc.wire.pickling import encoder, register_reducer
+from zrpc.wire.unpickling import decoder, unpack_part
+
+__all__ = ["Bodies"]
+
+
+class _Part:
+    """An object that is packed once for several members.
+
+    Attributes:
+        holes: what is left out.
+        blocks: its pickle, its table and its buffers.
+        nbytes: the size of all blocks.
+        share: where the blocks lie in shared memory, if several members of this host get them.
+    """
+
+    def __init__(self, service: GroupService, obj: Any, same_main: bool, in_graph: bool) -> None:
+        packer = PartEncoder(service.agent, same_main, in_graph)
+        packed = packer.part(obj)
+        self.service = service
+        self.holes = packer.holes
+        self.blocks = [packed.body, packed.table, *packed.buffers]
+        self.nbytes = packed.nbytes
+        self.share: shared.Share | None = None
+
+
+class _Carried:
+    """A part in the message to one member, which arrives as the object."""
+
+    __slots__ = ("fills", "part")
+
+    def __init__(self, part: _Part, fills: Sequence[Any] = ()) -> None:
+        self.part = part
+        self.fills = fills
+
+
+def _reduce_carried(carried: _Carried) -> Any:
+    message, part = encoder(), carried.part
+    assert message is not None
+    place = None if part.share is None else part.service.shm.name_share(message, part.share)
+    blocks = [] if place is not None else [*map(PickleBuffer, part.blocks)]
+    if place is None:
+        part.service.count(bytes_sent=part.nbytes)
+    return _unpack, (place, blocks, carried.fills)
+
+
+def _unpack(place: int | None, blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
+    if place is not None:
+        blocks = decoder().message.attachment(Tag.COMMON)[place]
+    body, table, *buffers = blocks
+    return unpack_part(Message(0, body=body, table=table, buffers=buffers), fills)
+
+
+class _Call:
+    """Function, args and kwargs for one member: they arrive as the args, which have the others."""
+
+    __slots__ = ("carried",)
+
+    def __init__(self, carried: _Carried) -> None:
+        self.carried = carried
+
+
+class _Arguments(tuple[Any, ...]):
+    """The args of a call that has arrived, with its function and its kwargs."""
+
+    function: Any
+    kwargs: dict[str, Any]
+
+
+def _arguments(content: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> _Arguments:
+    function, args, kwargs = content
+    arguments = _Arguments(args)
+    arguments.function, arguments.kwargs = function, kwargs
+    # All is unpickled. Only the tensors keep the shared memory from now on.
+    (decoder().message.attachments or {}).pop(Tag.COMMON, None)
+    return arguments
+
+
+class _Of:
+    """The function or the kwargs of a call.
+
+    Args:
+        call: the call, which is pickled once.
+        name: which of them.
+        qualname: what the function is called, for messages to people.
+    """
+
+    __slots__ = ("__qualname__", "call", "name")
+
+    def __init__(self, call: _Call, name: str, qualname: str = "") -> None:
+        self.call = call
+        self.name = name
+        self.__qualname__ = qualname
+
+
+register_reducer(_Carried, _reduce_carried)
+register_reducer(_Call, lambda call: (_arguments, (call.carried,)))
+register_reducer(_Of, lambda of: (_attribute, (of.call, of.name)))
+
+
+def _attribute(arguments: _Arguments, name: str) -> Any:
+    return operator.attrgetter(name)(arguments)
+
+
+class Bodies:
+    """The bodies of the requests to the members of a group: all parts are packed by then.
+
+    A body is what that of a single call is, see `Caller.call_async`: the function or the name of
+    the method, args and kwargs.
+
+    Args:
+        agent: makes the calls.
+        members: who gets one.
+        what: a function, or the name of a method.
+        args: its arguments.
+        kwargs: its keyword arguments.
+
+    Attributes:
+        shared: what `zrpc.share` was called with; None if it was not.
+
+    Raises:
+        ValueError: an argument has not as many values as there are members.
+        SerializationError: an argument for all can't be pickled.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        members: Sequence[WorkerInfo],
+        what: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._service = agent.service(GroupService)
+        self._members = list(members)
+        self._what = what
+        self._is_method = isinstance(what, str)
+        self._values: dict[int, Sequence[Any]] = {}
+        self._repeated: dict[tuple[int, bool], _Part] = {}
+        self._parts: dict[bool, _Part] = {}
+        self.shared: Share | None = None
+        if garbage_collector.running:
+            garbage_collector.check("call a group")
+        content = None if self._is_method else what, args, kwargs
+        self._in_graph = agent.codec.encoder(agent.membership.own_id).in_graph
+        names = agent.membership.same_main
+        self._same_main = [names[member.member_id] for member in members]
+        pack = partial(_Part, self._service, in_graph=self._in_graph)
+        for same_main in set(self._same_main) or {True}:
+            self._parts[same_main] = pack(content, same_main)
+        holes = [hole for part in self._parts.values() for hole in part.holes]
+        self._find_shared(holes)
+        for hole in holes:
+            if isinstance(hole, PerMember) and members and id(hole) not in self._values:
+                self._values[id(hole)] = hole.values(len(members))
+                self._pack_repeated(hole, pack)
+        self._lay_in_memory()
+
+    def _find_shared(self, holes: Sequence[Any]) -> None:
+        found = {id(hole): hole for hole in holes if isinstance(hole, Share)}
+        if len(found) > 1 or (found and any(isinstance(hole, PerMember) for hole in holes)):
+            raise ValueError(
+                "expected one share() in a call, and neither split() nor each() beside it, found "
+                "several of these: an item goes to whichever member is free"
+            )
+        self.shared = next(iter(found.values()), None)
+        if self.shared is not None and not self._members:
+            raise ValueError("expected members to share() items among, found an empty group")
+
+    def _pack_repeated(self, hole: PerMember, pack: Callable[[Any, bool], _Part]) -> None:
+        """Packs the values that several members get once."""
+        repeated = hole.repeated()
+        for value, same_main in zip(self._values[id(hole)], self._same_main, strict=True):
+            key = id(value), same_main
+            if id(value) in repeated and key not in self._repeated:
+                self._repeated[key] = pack(value, same_main)
+
+    def _lay_in_memory(self) -> None:
+        """Copies each part to shared memory, if several members of this host get it."""
+        membership = self._service.agent.membership
+        near = [
+            place
+            for place, each in enumerate(self._members)
+            if each.member_id != membership.own_id and membership.reaches_by_ipc(each.member_id)
+        ]
+        readers = Counter(
+            id(part) for place in near for part in (self._part(place), *self._parts_in(place))
+        )
+        for part in (*self._parts.values(), *self._repeated.values()):
+            self._service.count(bytes_packed=part.nbytes)
+            if readers[id(part)] > 1 or (self.shared is not None and near):
+                part.share = self._service.shm.share(part.blocks)
+                self._service.count(bytes_sent=0 if part.share is None else part.nbytes)
+
+    def add(self, member: WorkerInfo) -> int | None:
+        """Adds a member that has joined; returns its place, or None if nothing is packed for it."""
+        same_main = self._service.agent.membership.same_main[member.member_id]
+        if same_main not in self._parts:
+            return None
+        self._members.append(member)
+        self._same_main.append(same_main)
+        return len(self._members) - 1
+
+    @property
+    def nbytes(self) -> int:
+        """The size of what each message must have itself, at most, without its own values."""
+        return max((part.nbytes for part in self._parts.values() if part.share is None), default=0)
+
+    def _part(self, place: int) -> _Part:
+        return self._parts[self._same_main[place]]
+
+    def _parts_in(self, place: int) -> list[_Part]:
+        """Returns the parts that fill holes of the message to a member."""
+        fills = self._fills(place, None)
+        return [each.part for each in fills if isinstance(each, _Carried)]
+
+    def _fills(self, place: int, item: Any) -> list[Any]:
+        """Returns what fills the holes of the message to a member.
+
+        Args:
+            place: the member's.
+            item: the one that it gets of `shared`.
+        """
+        fills = []
+        for hole in self._part(place).holes:
+            value = hole
+            if isinstance(hole, Share):
+                value = item
+            elif isinstance(hole, PerMember):
+                value = self._values[id(hole)][place]
+                repeated = self._repeated.get((id(value), self._same_main[place]))
+                if repeated is not None:
+                    value = _Carried(repeated, repeated.holes)
+            fills.append(value)
+        return fills
+
+    def body(self, place: int, item: Any = None) -> tuple[Any, Any, Any]:
+        """Returns the body of the request to a member; see `_fills`."""
+        call = _Call(_Carried(self._part(place), self._fills(place, item)))
+        what = self._what if self._is_method else _Of(call, "function", name_of((self._what,)))
+        return what, call, _Of(call, "kwargs")

@@ -1,0 +1,229 @@
+"""A call of a group in which each item goes to a member that is free."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+from typing_extensions import override
+
+from zrpc.agent.agent import Agent
+from zrpc.calls.future import Future
+from zrpc.calls.future_error import without_frames
+from zrpc.errors import WorkerDied
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
+from zrpc.services.groups.arguments import Share
+from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.packing import Bodies
+from zrpc.services.groups.sharing import Sharing
+from zrpc.services.groups.target import Deadline, Joining, Target
+
+__all__ = ["share_out"]
+
+
+class _SharedFuture(GroupFuture[Any]):
+    """The future of all results, in the order of the items."""
+
+    __slots__ = ("_sharer",)
+
+    def __init__(self, sharer: _Sharer) -> None:
+        self._sharer = sharer
+        names = [f"item {number}" for number in range(len(sharer.parts))]
+        super().__init__(sharer.parts, names, "items")
+
+    @override
+    def cancel(self) -> bool:
+        self._sharer.stop()  # or members that are free now would take more items
+        return super().cancel()
+
+
+class _Sharer:
+    """Gives out the items of one call. Its steps run in the threads that complete its calls.
+
+    Args:
+        agent: makes the calls.
+        targets: the members, first the ones to be used first.
+        bodies: makes the requests.
+        items: what is given out.
+        deadline: of the whole.
+
+    Attributes:
+        parts: one future for each item.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        targets: Sequence[tuple[int, Target]],
+        bodies: Bodies,
+        items: Sequence[Any],
+        deadline: Deadline,
+    ) -> None:
+        self._agent = agent
+        self._targets = dict(targets)
+        self._known = {target.info.member_id for _, target in targets}
+        self._bodies: Bodies | None = bodies
+        self._items = items
+        self._deadline = deadline
+        self._sharing = Sharing(len(items), self._targets)
+        self._context = contextvars.copy_context()  # of the caller: its handler, its gradients
+        # Guards what is above, and the steps: one thread runs them, others leave theirs to it.
+        self._lock = UninterruptedLock()
+        self._running = self._again = False
+        self._left = len(items)
+        self._handle: Any = None
+        self._lost: WorkerDied | None = None
+        self.parts: list[Future[Any]] = [Future() for _ in items]
+        for part in self.parts:
+            part.add_done_callback(self._on_part_done)
+
+    def follow(self, joining: Joining) -> None:
+        """Uses workers that join from now on, if they belong to the group."""
+        self._handle = self._agent.joined.add(partial(self._on_joined, joining))
+        if not self._left:
+            self._handle.remove()
+
+    def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
+        with self._lock:
+            bodies = self._bodies
+            wanted = info.member_id not in self._known and fnmatchcase(info.name, joining.pattern)
+            place = bodies.add(info) if wanted and bodies is not None else None
+            if place is None:
+                return
+            self._known.add(info.member_id)
+            self._targets[place] = joining.target(info)
+            self._sharing.join(place)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """Gives items to all members that are free."""
+        with self._lock:
+            self._again = True
+            if self._running:
+                return
+            self._running = True
+        self._context.copy().run(self._run)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._lock:
+                    given, bodies = self._sharing.next(), self._bodies
+                    if given is None or bodies is None:
+                        if self._again:
+                            self._again = False
+                            continue
+                        self._running = False
+                        break
+                self._give(*given, bodies)
+        except BaseException:  # Ctrl-C, in the thread that has made the call
+            with self._lock:
+                self._running = False
+            raise
+        self._fail_if_stuck()
+
+    def _give(self, item: int, place: int, bodies: Bodies) -> None:
+        """Sends an item to a member."""
+        if self.parts[item].done():  # it was cancelled
+            with self._lock:
+                self._sharing.end(item)
+            return
+        try:
+            body = bodies.body(place, self._items[item])
+            call: Future[Any] = self._targets[place].ask(body, self._deadline.left())
+        except Exception as error:
+            self._end(item, without_frames(error))
+            return
+        self.parts[item].add_done_callback(partial(_cancel, call))
+        call.add_done_callback(partial(self._on_answer, item))
+
+    def _on_answer(self, item: int, call: Future[Any]) -> None:
+        try:
+            value = call.value()
+        except Exception as error:
+            self._end(item, without_frames(error))
+        except BaseException as error:  # the outcome of a test, say
+            self._end(item, error)
+        else:
+            with self._lock:
+                self._sharing.end(item)
+            self.parts[item]._complete_by(self.parts[item]._claim, value)
+        self.go_on()
+
+    def _end(self, item: int, error: BaseException) -> None:
+        """Ends an item that has failed; if its member has not begun it, another one gets it."""
+        lost = error if isinstance(error, WorkerDied) else None
+        again = lost is not None and lost.executed is False
+        with self._lock:
+            self._sharing.end(item, lost=lost is not None, again=again)
+            self._lost = lost or self._lost
+        if not again:
+            self._fail(item, error)
+
+    def _fail(self, item: int, error: BaseException) -> None:
+        part = self.parts[item]
+        with uninterrupted:  # as `Future` does it
+            if part._claim():
+                part._keep_error([error])
+
+    def _fail_if_stuck(self) -> None:
+        with self._lock:
+            lost = self._lost
+            left = self._sharing.stop() if self._sharing.stuck and lost is not None else []
+        for item in left:
+            assert lost is not None
+            error = type(lost)(*lost.args)
+            error.executed = False
+            self._fail(item, error)
+
+    def stop(self) -> None:
+        """Gives out no more items."""
+        with self._lock:
+            self._sharing.stop()
+
+    def _on_part_done(self, _: Any) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return
+            self._bodies = None  # they have what went to all, and its shared memory
+        if self._handle is not None:
+            self._handle.remove()
+
+
+def _cancel(call: Future[Any], _: Any) -> None:
+    call.cancel()
+
+
+def share_out(
+    agent: Agent,
+    targets: Sequence[tuple[int, Target]],
+    bodies: Bodies,
+    share: Share,
+    deadline: Deadline,
+    joining: Joining | None,
+) -> GroupFuture[Any]:
+    """Gives each item to a member that is free; returns the future of all results.
+
+    Args:
+        agent: makes the calls.
+        targets: the members with their places, first the ones to be used first.
+        bodies: makes the requests.
+        share: has the items.
+        deadline: of the whole.
+        joining: which workers that join meanwhile are used, too.
+    """
+    sharer = _Sharer(agent, targets, bodies, share.items, deadline)
+    future = _SharedFuture(sharer)
+    if joining is not None:
+        sharer.follow(joining)
+    try:
+        sharer.go_on()
+    except BaseException:  # Ctrl-C: nobody gets the future
+        future.cancel()
+        raise
+    return future

@@ -1,0 +1,159 @@
+"""What is in a queue, and who waits for it. No I/O and no lock in here.
+
+Items leave in the order in which they came. Takers wait in a line, and so do putters: nobody
+passes another one. A queue is bounded by the number of its items and by their bytes. An item that
+is larger than the bound enters when the queue is empty.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from zrpc.errors import QueueClosed
+
+__all__ = ["Contents", "Item", "Waiter", "nothing"]
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A value in the queue.
+
+    Attributes:
+        value: the value.
+        size: in bytes.
+        plain: whether freeing it runs no code of the program.
+    """
+
+    value: Any
+    size: int = 0
+    plain: bool = True
+
+
+def nothing(_: Waiter) -> None:
+    """What is called for a waiter of whom nobody needs to be told."""
+
+
+@dataclass(slots=True, eq=False)
+class Waiter:
+    """A call that puts an item, or that takes some.
+
+    Attributes:
+        most: how many items it takes at most; 0 if it puts one.
+        batch: whether it takes a list of items.
+        timeout: for how many seconds it waits at most; None for no limit.
+        due: when that time is over, for `zrpc.services.queue.service`.
+        items: those that it puts, or was given.
+        error: what it failed with.
+        done: called once it has its items, or an error, by what has brought that about.
+    """
+
+    most: int = 0
+    batch: bool = False
+    timeout: float | None = None
+    due: float = 0.0
+    items: list[Item] = field(default_factory=list)
+    error: BaseException | None = None
+    done: Callable[[Waiter], None] = nothing
+
+    def result(self) -> Any:
+        """Returns what the call returns, or raises its error."""
+        if self.error is not None:
+            raise self.error
+        if not self.most:
+            return None
+        return [item.value for item in self.items] if self.batch else self.items[0].value
+
+
+class Contents:
+    """The items of a queue, and those that wait. For one thread at a time.
+
+    Each event returns the waiters that now have what they waited for, or an error.
+
+    Args:
+        max_items: the most items; 0 for no limit.
+        max_bytes: the most bytes of all items together; 0 for no limit.
+
+    Attributes:
+        items: the oldest first.
+        nbytes: of all items.
+        closed: whether it takes no more items.
+    """
+
+    def __init__(self, max_items: int, max_bytes: int) -> None:
+        self._max_items = max_items
+        self._max_bytes = max_bytes
+        self.items: deque[Item] = deque()
+        self.nbytes = 0
+        self.closed = False
+        self._takers: deque[Waiter] = deque()
+        self._putters: deque[Waiter] = deque()
+
+    def full(self, size: int = 0) -> bool:
+        """Returns whether an item of this size, in bytes, has to wait."""
+        if not self.items:
+            return False
+        return (0 < self._max_items <= len(self.items)) or (
+            0 < self._max_bytes < self.nbytes + max(1, size)
+        )
+
+    def add(self, waiter: Waiter) -> Sequence[Waiter]:
+        """Takes a call that puts or takes."""
+        (self._takers if waiter.most else self._putters).append(waiter)
+        return self._match()
+
+    def remove(self, waiter: Waiter) -> tuple[bool, Sequence[Waiter]]:
+        """Removes a call that waits no longer; returns whether it did, and what others have."""
+        line = self._takers if waiter.most else self._putters
+        if waiter not in line:
+            return False, ()
+        line.remove(waiter)
+        return True, self._match()
+
+    def give_back(self, items: Sequence[Item]) -> Sequence[Waiter]:
+        """Puts items back to the front: their taker has not got them."""
+        self.items.extendleft(reversed(items))
+        self.nbytes += sum(item.size for item in items)
+        return self._match()
+
+    def close(self) -> Sequence[Waiter]:
+        """Takes no more items. Those that there are can be taken."""
+        self.closed = True
+        return self._match()
+
+    def _match(self) -> Sequence[Waiter]:
+        done: list[Waiter] = []
+        while True:
+            if self._takers and self.items:
+                self._give(taker := self._takers.popleft())
+                done.append(taker)
+            elif self._putters and not self.closed and not self.full(self._size_of_next()):
+                putter = self._putters.popleft()
+                self.items.extend(putter.items)
+                self.nbytes += sum(item.size for item in putter.items)
+                done.append(putter)
+            else:
+                break
+        if self.closed:  # and no items are left, if there are takers
+            for waiter in (*self._takers, *self._putters):
+                waiter.error = _closed(waiter)
+                done.append(waiter)
+            self._takers.clear()
+            self._putters.clear()
+        return done
+
+    def _give(self, taker: Waiter) -> None:
+        count = min(taker.most, len(self.items))
+        taker.items = [self.items.popleft() for _ in range(count)]
+        self.nbytes -= sum(item.size for item in taker.items)
+
+    def _size_of_next(self) -> int:
+        return sum(item.size for item in self._putters[0].items)
+
+
+def _closed(waiter: Waiter) -> QueueClosed:
+    if waiter.most:
+        return QueueClosed("the queue is closed, and all its items are taken")
+    return QueueClosed("the queue is closed and takes no more items")

@@ -1,0 +1,245 @@
+"""Serves the calls of other workers to the queues of this one.
+
+A call that has to wait counts as one whose function has returned a future: it takes no thread.
+
+**Receipts.** An answer that brings items asks for a receipt: its receiver says whether a call still
+waited for the answer, and has it now. The receipt is sent before any other thread of the receiver
+can have the items, but for a moment. Until it comes, the owner keeps the items. They go back to
+the front of the queue if the answer was not sent, if the call was cancelled or had timed out when
+the answer arrived, or if the worker dies first. So no item is lost with a call that does not take
+it, and no item has two takers that live. If a connection breaks, and messages of the taker may be
+lost, what it was sent counts as taken.
+
+An item that can't be pickled, which only the owner itself can put, is lost: its taker gets the
+error.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+from typing_extensions import override
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.service import ExtensionReader, Handler, Service
+from zrpc.calls.callee import TakeOver
+from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.pending_call import NEVER
+from zrpc.errors import QueueClosed, RpcError
+from zrpc.functions import Deferral
+from zrpc.services.queue.contents import Item, Waiter, nothing
+from zrpc.services.queue.queue import Queue, QueueCall, late
+from zrpc.services.queue.size import measure
+from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["QueueService"]
+
+# After all workers have called ``shutdown``, calls that wait end once no item has come for this
+# time: those that are on their way still count.
+_QUIET_SECONDS = 0.5
+
+
+class QueueService(Service):
+    """Plugs queues into an agent."""
+
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        # What was sent and has no receipt, by the taker's call. Single operations are atomic.
+        self._sent: dict[tuple[MemberId, int], tuple[Queue[Any], list[Item]]] = {}
+        # The calls that wait. Also atomic.
+        self._waiting: dict[Waiter, Queue[Any]] = {}
+        self._queues: WeakSet[Queue[Any]] = WeakSet()
+        self._used_at = 0.0  # when a call has come
+        # Guards when `_look` is called next; no other lock is taken while it is held.
+        self._lock = threading.Lock()
+        self._next_look = NEVER
+
+    @override
+    def handlers(self) -> Mapping[Kind, Handler]:
+        return {Kind.TAKEN: self._on_taken}
+
+    @override
+    def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
+        return {Tag.RECEIPT: self._receipt}
+
+    @override
+    def deferrals(self) -> Mapping[type[Deferral], TakeOver]:
+        return {QueueCall: self._take_over}
+
+    # -- a call --------------------------------------------------------------------------
+
+    def _take_over(
+        self, request: Message, sink: ResultSink, call: QueueCall, target: tuple[Any, Any, Any]
+    ) -> None:
+        """Lets a call put or take, now or later; in the thread that has unpickled it."""
+        method, args, kwargs = target
+        queue: Queue[Any] = method.__self__
+        waiter = call.waiter(*args, **kwargs)
+        self._check(request, waiter)
+        waiter.done = partial(self._answer_later, request, sink, queue)
+        self._queues.add(queue)
+        self._used_at = now = time.monotonic()
+        waiter.due = NEVER if waiter.timeout is None else now + waiter.timeout
+        self._waiting[waiter] = queue
+        at_once = queue.ask(waiter)
+        if (mailbox := request.scope.mailbox) is not None:
+            for step in mailbox.end(request.scope):  # the next call need not wait for the answer
+                step()
+        if at_once:
+            self._waiting.pop(waiter, None)
+            self._answer(request, sink, queue, waiter)
+            return
+        request.scope.outcome_from = "an item" if waiter.most else "room in the queue"
+        sink.defer(request)
+        request.scope.when_cancelled(partial(self._leave, queue, waiter))
+        self._set_timer(waiter.due)
+
+    def _set_timer(self, due: float) -> None:
+        """Arranges that `_look` is called when the first of the calls that wait is late."""
+        with self._lock:
+            if due >= self._next_look:
+                return
+            self._next_look = due
+        delay = max(0.0, due - time.monotonic())
+        self.agent.event_loop.call_later(delay, partial(self._look, due))
+
+    def _look(self, due: float) -> None:
+        """Ends the calls that have waited for as long as they may; in the event loop's thread."""
+        with self._lock:
+            if self._next_look == due:
+                self._next_look = NEVER
+        now = time.monotonic()
+        waiting = list(self._waiting.items())
+        for waiter, queue in waiting:
+            if waiter.due <= now:
+                queue.leave(waiter, late(waiter))
+        self._set_timer(min((w.due for w, _ in waiting if w.due > now), default=NEVER))
+
+    def _check(self, request: Message, waiter: Waiter) -> None:
+        """Raises an error if a call can't be served."""
+        if waiter.most and request.scope.must_run:
+            raise RpcError(
+                "an item can't be taken by remote(), whose caller may be gone when it comes: use "
+                "rpc_sync() or rpc_async()"
+            )
+        in_context = not waiter.most and self.agent.codec.in_context(request)
+        if in_context and measure(waiter.items[0].value).in_graph:
+            raise RpcError(
+                "expected an item without gradients, found a tensor that needs them, in an "
+                "autograd context: a queue carries no gradients, so put tensor.detach()"
+            )
+
+    def _leave(self, queue: Queue[Any], waiter: Waiter) -> None:
+        self._waiting.pop(waiter, None)
+        queue.leave(waiter)
+
+    def _answer_later(
+        self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter
+    ) -> None:
+        self._waiting.pop(waiter, None)
+        answer = partial(self._answer, sink=sink, queue=queue, waiter=waiter)
+        self.agent.receiver.run(RequestJob(request, answer))
+
+    def _answer(
+        self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter
+    ) -> None:
+        """Answers a call; in a thread of the pool."""
+        if isinstance(waiter.error, QueueClosed):
+            sink.refuse(request, waiter.error)  # the call may be made again, to another queue
+            return
+        if waiter.error is not None:
+            sink.fail(request, waiter.error, False)  # an empty queue is nothing to log
+            return
+        if not waiter.most:
+            sink.answer(request, None)
+            return
+        key = request.sender, request.call_id
+        value, items = waiter.result(), waiter.items
+        # The scope of the request refers to the waiter, so the two would keep the items.
+        waiter.items, waiter.done = [], nothing
+        self._sent[key] = queue, items
+        sent = self.agent.callee.answer(request, value, (Tag.RECEIPT, b""))
+        gone = request.scope.cancelled if not sent else request.sender in self._lost
+        if gone:
+            self._take_back(key)
+        elif not sent:  # it can't be pickled: its taker has the error
+            self._sent.pop(key, None)
+
+    @property
+    def _lost(self) -> Collection[MemberId]:
+        return self.agent.membership.lost
+
+    # -- receipts, in the I/O thread -----------------------------------------------------
+
+    def _receipt(self, answer: Message, _: bytes) -> Any:
+        """Returns what sends the receipt of an answer, once it is known who has it."""
+        return partial(self._send_receipt, answer.sender, answer.call_id)
+
+    def _send_receipt(self, owner: MemberId, call_id: int, taken: bool) -> None:
+        self.agent.outbox.post(owner, Message(Kind.TAKEN, call_id, body=bytes([taken])))
+
+    def _on_taken(self, message: Message) -> None:
+        key = message.sender, message.call_id
+        if bytes(message.body) == b"\0":
+            self._take_back(key)
+            return
+        _, items = self._sent.pop(key, (None, []))
+        if not all(item.plain for item in items):
+            # Finalizers are the program's code, so they run in the pool.
+            self.agent.receiver.run(items.clear)
+
+    def _take_back(self, key: tuple[MemberId, int]) -> None:
+        """Puts the items of an answer back to the front of their queue, once."""
+        queue, items = self._sent.pop(key, (None, []))
+        if queue is not None:
+            queue.give_back(items)
+
+    # -- events of the agent -------------------------------------------------------------
+
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
+        back: dict[Queue[Any], list[Item]] = {}
+        for key in [key for key in list(self._sent) if key[0] == member]:
+            queue, items = self._sent.pop(key, (None, []))
+            if queue is not None:
+                back.setdefault(queue, []).extend(items)
+        for queue, items in back.items():
+            queue.give_back(items)
+
+    @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        for key in [key for key in list(self._sent) if key[0] == member]:
+            self._sent.pop(key, None)
+
+    @override
+    def awaited_members(self) -> Collection[MemberId]:
+        return {member for member, _ in list(self._sent)}
+
+    @override
+    def idle(self) -> bool:
+        return not self._sent
+
+    @override
+    def tick(self) -> None:
+        """Ends the calls that wait, once no worker will put or take any more."""
+        if not self._waiting or not self.agent.graceful_shutdown.ends_waits:
+            return
+        if time.monotonic() - self._used_at > _QUIET_SECONDS:
+            for waiter, queue in list(self._waiting.items()):
+                what = "put an item" if waiter.most else "make room in the queue"
+                why = f"no worker will {what}: all have called shutdown, or this one leaves"
+                queue.leave(waiter, QueueClosed(why))
+
+    @override
+    def close(self) -> None:
+        self._waiting.clear()
+        self._sent.clear()
+        for queue in list(self._queues):  # threads of this process may wait for one
+            queue.close()

@@ -1,0 +1,73 @@
+"""How large an item of a queue is, and what is in it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Measure", "measure"]
+
+_PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_BYTES = (bytes, bytearray, str)
+# What an object occupies beside its contents, in bytes, roughly.
+_OBJECT_BYTES = 64
+
+
+class Measure(NamedTuple):
+    """What is known of a value.
+
+    Attributes:
+        size: the bytes of its tensors, arrays, strings and other parts.
+        plain: whether it is made of these only, so that freeing it runs no code of the program.
+        in_graph: whether some tensor in it was computed from others that need gradients.
+    """
+
+    size: int
+    plain: bool
+    in_graph: bool
+
+
+def measure(value: Any) -> Measure:
+    """Returns how large a value is. It looks into containers and the attributes of objects."""
+    size, plain, in_graph = 0, True, False
+    left, seen = [value], set[int]()
+    while left:
+        part = left.pop()
+        size += _OBJECT_BYTES
+        kind = type(part)
+        if kind in _PLAIN:
+            continue
+        if kind in _BYTES:
+            size += len(part)
+        elif isinstance(part, torch.Tensor):
+            size += _bytes_of(part)
+            in_graph |= part.grad_fn is not None
+            plain &= kind in (torch.Tensor, torch.nn.Parameter)
+        elif id(part) not in seen:
+            seen.add(id(part))
+            if isinstance(part, dict):
+                left += [*part.keys(), *part.values()]
+            elif isinstance(part, (tuple, list, set, frozenset)):
+                left += part
+            else:
+                plain = False
+                size += _bytes_of(part)
+                left += _attributes_of(part)
+    return Measure(size, plain, in_graph)
+
+
+def _bytes_of(part: Any) -> int:
+    """Returns the bytes of a tensor or an array; 0 for what does not say."""
+    found = 0
+    try:
+        found = part.nbytes
+    except Exception:  # of an object of any kind; a sparse tensor has none, either
+        if isinstance(part, torch.Tensor):
+            found = part.numel() * part.element_size()
+    return found if type(found) is int else 0
+
+
+def _attributes_of(part: Any) -> list[Any]:
+    attributes = getattr(part, "__dict__", None)
+    return list(attributes.values()) if type(attributes) is dict else []

@@ -1,0 +1,43 @@
+"""How RRefs travel: each message that brings one makes a fork of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zrpc.errors import RpcError
+from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork
+from zrpc.wire.kind import Tag
+from zrpc.wire.pickling import encoder
+from zrpc.wire.unpickling import decoder
+
+__all__ = ["reduce_rref"]
+
+
+def reduce_rref(rref: Any) -> Any:
+    """Returns how an RRef is pickled in the message that is being packed."""
+    message = encoder()
+    service = rref._service
+    if message is None or message.owner is not service.agent:
+        raise RpcError(
+            f"Can not pickle rref in python pickler, rref can only be pickled when using RPC, by "
+            f"the worker that has it ({service.agent.worker_info})"
+        )
+    if message.holes is not None:
+        return message.holes.leave_out(rref)
+    owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
+    fork = Fork(rref._rref_id, service.new_id(), owner, parent)
+    with service.lock:  # also for the second step: or the fork would not be undone
+        service.references.fork(fork, message.destination)
+        message.undo(lambda: service.cancel_fork(fork))
+    forks = message.extension(Tag.FORKS)
+    forks.extend(fork.pack())
+    place = len(forks) // FORK_SIZE - 1
+    return _receive_rref, (place,) if rref._order is None else (place, rref._order.title)
+
+
+def _receive_rref(index: int, actor: str = "") -> Any:
+    attachments = decoder().message.attachments or {}
+    _, rref = attachments[Tag.FORKS][index]
+    if actor and rref._order is None:
+        rref._order = rref._service.order_of(rref._rref_id, actor, rref._owner)
+    return rref

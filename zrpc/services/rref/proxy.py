@@ -1,0 +1,65 @@
+"""The proxies of RRefs: the methods of values, called from afar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from zrpc.services.rref.value import ITSELF
+
+__all__ = ["Proxy"]
+
+# The special methods that a program calls through a proxy: those of Python's operators, containers,
+# numbers and context managers. Python, torch and numpy ask any object for others.
+_NAMES = """
+    call len length_hint contains getitem setitem delitem missing reversed iter next aiter anext
+    await enter exit aenter aexit bool int float complex index bytes round trunc floor ceil neg
+    pos abs invert add radd iadd sub rsub isub mul rmul imul matmul rmatmul imatmul truediv
+    rtruediv itruediv floordiv rfloordiv ifloordiv mod rmod imod divmod rdivmod pow rpow ipow
+    lshift rlshift ilshift rshift rrshift irshift and rand iand or ror ior xor rxor ixor
+"""
+_SPECIAL = frozenset(f"__{name}__" for name in _NAMES.split())
+
+
+class Proxy:
+    """Each attribute is a function that calls the value's method of that name at its owner.
+
+    To call the proxy is to call the value. Copies of a proxy are the proxy itself. One that is sent
+    arrives as a proxy of the same value.
+
+    ``ask`` is given the name, the arguments and the keyword arguments as one, and the timeout.
+    """
+
+    # torch's compiler expects a dictionary of an object that has any attribute.
+    __slots__ = ("__dict__", "__weakref__", "_ask", "_timeout")
+
+    def __init__(self, ask: Callable[[Any, float], Any], timeout: float) -> None:
+        self._ask = ask
+        self._timeout = timeout
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value itself."""
+        return self._ask((ITSELF, args, kwargs), self._timeout)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name[:2] == "__" and name[-2:] == "__" and name not in _SPECIAL:
+            raise AttributeError(
+                f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
+                "those of operators, containers and context managers"
+            )
+        ask, timeout = self._ask, self._timeout
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return ask((name, args, kwargs), timeout)
+
+        method.__name__ = name
+        return method
+
+    def __copy__(self) -> Proxy:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Proxy:
+        return self
+
+    def __reduce__(self) -> Any:
+        return Proxy, (self._ask, self._timeout)

@@ -1,0 +1,282 @@
+"""Takes the items of one stream, at the worker that has called its generator.
+
+Batches arrive in the thread that receives, which must not unpickle them. The thread, or the task,
+that wants an item opens a batch, and then takes item by item from a deque.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from zrpc.agent.agent import Agent
+from zrpc.calls.function_names import asked_for
+from zrpc.calls.pending_call import PendingCall
+from zrpc.errors import RpcTimeoutError
+from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.runtime.thread_pool import current_pool, pass_gate
+from zrpc.services.streams.batches import Credit, items_of, number_of
+from zrpc.services.streams.inflow import Inflow
+from zrpc.wire.kind import Tag
+from zrpc.wire.message import Message
+
+__all__ = ["Consumer"]
+
+
+class Consumer:
+    """The items of one stream that have come. Any thread may call its methods.
+
+    Args:
+        agent: this worker's.
+        call: the call of the generator.
+        inflow: the rules.
+        timeout: the longest wait for an item, in seconds; 0 means no limit.
+        ended: called when nothing more can arrive.
+
+    Attributes:
+        call: the same.
+        items: those that can be taken at once, without a lock.
+        used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        call: PendingCall,
+        inflow: Inflow,
+        timeout: float,
+        ended: Callable[[Consumer], None],
+    ) -> None:
+        self._agent = agent
+        self.call = call
+        self.timeout = timeout
+        self._ended = ended
+        self.items: deque[Any] = deque()
+        # Guards what follows; no other lock is taken while it is held.
+        self._lock = UninterruptedLock()
+        self._inflow = inflow
+        self._wakers: list[Callable[[], object]] = []
+        self._opening = False
+        self.used_at = monotonic()
+
+    # -- in the I/O thread -----------------------------------------------------------------
+
+    def arrive(self, batch: Message) -> None:
+        """Takes a batch that has arrived."""
+        number = number_of(batch)
+        with self._lock:
+            self._inflow.arrive(number, batch)
+            credit = self._inflow.credit(len(self.items), always=True)
+            wakers = self._take_wakers()
+            complete = self._inflow.complete
+        if complete:
+            self._ended(self)
+        for wake in wakers:
+            wake()
+        self._post(credit)
+
+    def on_settled(self, call: PendingCall) -> None:
+        """Takes the answer of the call, or the error that came instead."""
+        outcome = call.claim()
+        total = None
+        if isinstance(outcome, Message):
+            [total] = (outcome.attachments or {}).get(Tag.STREAM, [None])
+        self.end(outcome, total)
+
+    def end(self, outcome: Any, total: int | None = None) -> None:
+        """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
+        with self._lock:
+            self._inflow.end(outcome, total)
+            wakers = self._take_wakers()
+            complete = self._inflow.complete
+        if complete:
+            self._ended(self)
+        for wake in wakers:
+            wake()
+
+    def _take_wakers(self) -> list[Callable[[], object]]:
+        wakers, self._wakers = self._wakers, []
+        return wakers
+
+    def _post(self, credit: Credit | None) -> None:
+        if credit is not None:
+            self._agent.outbox.post(self.call.peer, credit.dump(self.call.call_id))
+
+    # -- in any thread ---------------------------------------------------------------------
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread or a task waits for an item."""
+        return bool(self._wakers)
+
+    def close(self, outcome: Exception | None = None) -> None:
+        """Ends the stream at once, here and at the producer.
+
+        Args:
+            outcome: the error to raise from now on; None if there are just no more items.
+        """
+        with self._lock:
+            if not self._inflow.over:
+                self._inflow.abort(outcome)
+            self.items.clear()
+            wakers = self._take_wakers()
+        self._ended(self)
+        for wake in wakers:
+            wake()
+        self.call.cancel()
+
+    # -- in the thread that wants items ----------------------------------------------------
+
+    def fill(self) -> None:
+        """Waits until there are items, in this thread.
+
+        Raises:
+            StopIteration: there are none left.
+            RpcTimeoutError: it took longer than the timeout; the stream is closed.
+            Exception: what has ended the stream.
+        """
+        left = self._countdown()
+        while not self._has_items():
+            gate = threading.Lock()
+            gate.acquire()
+            if self._will_wake(gate.release):
+                self._wait(gate, left())
+
+    def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
+        call, ident, receive = self.call, threading.get_ident(), None
+        if current_pool() is None and call.peer != self._agent.membership.own_id:
+            receive = self._agent.receiver.receive
+        call.waiters = (*call.waiters, ident)  # for `zrpc stacks`
+        try:
+            pass_gate(gate, -1 if seconds is None else seconds, receive)
+        finally:
+            call.waiters = tuple(each for each in call.waiters if each != ident)
+
+    async def fill_async(self) -> None:
+        """Waits until there are items, in a task of any event loop; raises what `fill` does.
+
+        Raises:
+            StopAsyncIteration: there are none left.
+        """
+        loop, left = asyncio.get_running_loop(), self._countdown()
+        try:
+            while not self._has_items():
+                woken = loop.create_future()
+                if self._will_wake(partial(_wake, loop, woken)):
+                    await asyncio.wait([woken], timeout=left())
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def _countdown(self) -> Callable[[], float | None]:
+        """Returns a function that returns the seconds left for an item, None without a limit.
+
+        It raises RpcTimeoutError once there are none, and closes the stream.
+        """
+        calls = self._agent.caller.calls
+        end = monotonic() + self.timeout - calls.postponed
+
+        def left() -> float | None:
+            if not self.timeout:
+                return None
+            seconds = end + calls.postponed - monotonic()
+            if seconds <= 0:
+                error = self._timed_out()
+                self.close(error)
+                raise error
+            return seconds
+
+        return left
+
+    def _timed_out(self) -> RpcTimeoutError:
+        call, callees = self.call, self._agent.callees
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
+            f"marked with an error: no item of the stream {asked_for(call.what, call.kind)} has "
+            f"come from {callees.describe(call.peer)}"
+            f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
+            "longer one, or 0 for no limit. The stream is closed"
+        )
+
+    def _has_items(self) -> bool:
+        """Returns whether there are items; opens the next batch if it has arrived."""
+        with self._lock:
+            self.used_at = monotonic()
+            if self.items:
+                return True
+            if self._opening:
+                return False
+            batch, over = self._inflow.first(), self._inflow.over
+            self._opening = batch is not None
+        if batch is not None:
+            self._open(batch)
+            return bool(self.items)
+        if over:
+            [outcome] = self._inflow.outcome
+            if outcome is not None:
+                self._agent.caller.decode(outcome)
+            raise StopIteration
+        return False
+
+    def _will_wake(self, wake: Callable[[], object]) -> bool:
+        """Calls ``wake`` when there may be items; returns False if there may be some now."""
+        with self._lock:
+            ready = self._inflow.over or self._inflow.first() is not None
+            if self.items or (ready and not self._opening):
+                return False
+            self._wakers.append(wake)
+            credit = self._inflow.credit(0)
+        self._post(credit)
+        return True
+
+    def _open(self, batch: Message) -> None:
+        """Unpacks the items of a batch, as this thread has promised by `_opening`.
+
+        If a signal handler raises meanwhile, the batch is opened again by the next thread.
+        """
+        values: list[Any] = []
+        failure: Exception | None = None
+        opened = False
+        try:
+            try:
+                values.extend(map(self._agent.codec.unpack, items_of(batch)))
+            except Exception as error:
+                if raised_by_handler(error):
+                    raise
+                failure = error
+            opened = True
+        finally:
+            with self._lock:
+                self._opening = False
+                credit = None
+                if opened and self._inflow.first() is batch:  # and it was not closed meanwhile
+                    self._inflow.open(len(values))
+                    self.items.extend(values)
+                    credit = self._inflow.credit(max(0, len(values) - 1))
+                wakers = self._take_wakers()
+            for wake in wakers:
+                wake()
+        self._post(credit)
+        if failure is not None:
+            self._fail(failure)
+
+    def _fail(self, error: Exception) -> None:
+        """Ends the stream behind the items that are opened."""
+        with self._lock:
+            self._inflow.abort(error.with_traceback(None))
+        self._ended(self)
+        self.call.cancel()
+
+
+def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
+    def arrive() -> None:
+        if not woken.done():
+            woken.set_result(None)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(arrive)

@@ -1,0 +1,330 @@
+"""Runs a generator for its consumer, and sends its items.
+
+A plain generator runs in a thread of the pool, always in the same context, and with the modes of
+torch that it has set. When it may not go on, it holds no thread. It also lets others have the
+thread after a while. An asynchronous one runs in one task of the event loop; its items are packed
+in the pool, since the loop must not pickle large ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import pickle
+import threading
+from abc import abstractmethod
+from collections.abc import AsyncGenerator, Callable, Generator
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import torch
+
+from zrpc.agent.agent import Agent
+from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.execution import RequestJob
+from zrpc.calls.function_names import name_of_function
+from zrpc.calls.future import Future
+from zrpc.errors import RpcCancelledError
+from zrpc.runtime.torch_modes import reset_modes
+from zrpc.services.streams.batches import Credit, dump_batch
+from zrpc.services.streams.outflow import Outflow, Step
+from zrpc.wire.kind import Kind
+from zrpc.wire.message import Message
+
+__all__ = ["AsyncProducer", "PlainProducer", "Producer"]
+
+logger = logging.getLogger(__name__)
+
+# After this time a generator leaves its thread to other handlers, if there are any.
+_SLICE_SECONDS = 0.02
+_PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
+# Of these, values up to this length are packed in the thread of the event loop.
+_SMALL_LENGTH = 1 << 12
+
+
+class Producer:
+    """Runs one generator. Any thread may call its methods.
+
+    Args:
+        agent: this worker's.
+        request: the call of the generator.
+        outflow: how far it may run.
+
+    Attributes:
+        done: completed, with None, when the generator has ended.
+        error: what has ended it; None if it has come to its end.
+        outflow: the rules, for reading.
+    """
+
+    def __init__(self, agent: Agent, request: Message, outflow: Outflow) -> None:
+        self._agent = agent
+        self._request = request
+        self._scope: CancelScope = request.scope
+        self.outflow = outflow
+        # Guards the rules. No other lock is taken, and nothing is sent, while it is held.
+        self._lock = threading.Lock()
+        self.done: Future[None] = Future()
+        self.error: BaseException | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the generator's function."""
+        return name_of_function(self._scope.function)
+
+    def start(self) -> None:
+        """Begins to run the generator."""
+        self._scope.in_steps = True
+        self._scope.when_cancelled(self.close)
+        self._go_on()
+
+    def give(self, credit: Credit) -> None:
+        """Takes credit of the consumer; in the I/O thread."""
+        with self._lock:
+            due, wake = self.outflow.give(credit), self.outflow.wake()
+        if due:
+            self._send()
+        if wake:
+            self._go_on()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Closes the generator after the step that runs; its consumer gets an error, if it waits.
+
+        In any thread, also the one that receives.
+        """
+        with self._lock:
+            if self.outflow.closing or self.outflow.ended:
+                return
+            self.outflow.closing = True
+            self.error = error
+            wake = self.outflow.wake()
+        if wake:
+            self._go_on()
+
+    @abstractmethod
+    def _go_on(self) -> None:
+        """Lets the generator run on."""
+
+    def _next_step(self) -> Step:
+        with self._lock:
+            return self.outflow.next_step()
+
+    def _rest(self) -> bool:
+        """Sends what is left, and returns whether this thread must leave the generator."""
+        self._send()
+        self._scope.rests = True  # first: another thread may run it as soon as it rests
+        with self._lock:
+            rests = self._scope.rests = self.outflow.rest()
+        return rests
+
+    def _add(self, value: Any) -> Step:
+        """Packs an item, and sends it or keeps it for the next batch; returns the next step."""
+        item = Message(Kind.ITEMS)
+        if type(value) in _PLAIN_TYPES:  # no reducer, no hook, and the generator can't change it
+            item.body = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        else:
+            self._agent.codec.answer_encoder(self._request).pack(value, item)
+        with self._lock:
+            due, step = self.outflow.add(item), self.outflow.next_step()
+        if due:
+            self._send()
+        return step
+
+    def _send(self) -> None:
+        """Sends all items that wait."""
+        while True:
+            with self._lock:
+                batch = self.outflow.take()
+            if batch is None:
+                return
+            number, items = batch
+            message = dump_batch(self._request.call_id, number, items)
+            try:
+                self._agent.outbox.post(self._request.sender, message)
+            except MemoryError as error:
+                with self._lock:
+                    self.outflow.cut(number)
+                    self.error = error
+                    wake = self.outflow.wake()
+                if wake:
+                    self._go_on()
+                return
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Notes that the generator has ended, or has been closed."""
+        self._send()
+        with self._lock:
+            self.outflow.ended = True
+            self.error = self.error or error
+        self.done.set_result(None)
+
+    def _report_close(self, error: BaseException) -> None:
+        """Logs what a generator has raised when it was closed: nobody else gets to know."""
+        ignored = isinstance(error, RuntimeError) and "ignored GeneratorExit" in str(error)
+        if ignored:
+            logger.error(
+                "On %s: the generator %s has yielded while it was closed: expected it to clean up "
+                "and return; it is abandoned",
+                self._agent.worker_info,
+                self.name,
+            )
+        elif not isinstance(error, (asyncio.CancelledError, RpcCancelledError)):
+            self._agent.callee.report_failure(error)
+
+
+class PlainProducer(Producer):
+    """Runs a plain generator. Made in the context that it runs in."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        request: Message,
+        outflow: Outflow,
+        generator: Generator[Any, None, Any],
+    ) -> None:
+        super().__init__(agent, request, outflow)
+        self._generator = generator
+        self._context = contextvars.copy_context()
+        # The modes of torch that the generator has set.
+        self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def _go_on(self) -> None:
+        self._agent.receiver.run(RequestJob(self._request, self._run))
+
+    def _run(self, _: Message) -> None:
+        """Runs the generator until it must rest, in a thread of the pool."""
+        self._scope.rests = False
+        while True:
+            try:
+                with torch._C._InferenceMode(self._inference):
+                    torch._C._set_grad_enabled(self._grad)
+                    go_on = self._context.run(self._steps)
+                    self._inference = torch.is_inference_mode_enabled()
+                    self._grad = torch.is_grad_enabled()
+            finally:
+                reset_modes()
+            if go_on is not None:
+                go_on()
+                return
+            # Another thread may run the generator as soon as it rests.
+            self._scope.thread = 0
+            if self._rest():
+                return
+            self._scope.thread = threading.get_ident()
+
+    def _steps(self) -> Callable[[], None] | None:
+        """Makes items until none may be made; returns how to go on, None if it must rest."""
+        generator, until = self._generator, monotonic() + _SLICE_SECONDS
+        try:
+            step = self._next_step()
+            while step is Step.GO:
+                step = self._add(next(generator))
+                if monotonic() > until:
+                    return self._go_on
+        except StopIteration:
+            return self._end
+        except BaseException as error:  # SystemExit too: a handler must not end its worker
+            self._close_generator()  # if it was the item that could not be packed
+            trace = error.__traceback__
+            return partial(self._end, error.with_traceback(trace and trace.tb_next))
+        if step is Step.REST:
+            return None
+        self._close_generator()
+        return self._end
+
+    def _close_generator(self) -> None:
+        try:
+            self._generator.close()
+        except BaseException as error:
+            self._report_close(error)
+
+
+class AsyncProducer(Producer):
+    """Runs an asynchronous generator. Made in the context that it runs in."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        request: Message,
+        outflow: Outflow,
+        generator: AsyncGenerator[Any, None],
+    ) -> None:
+        super().__init__(agent, request, outflow)
+        self._generator = generator
+        # Starts its task, and then ends its latest rest.
+        run = partial(agent.event_loop.run, self._drive(), contextvars.copy_context())
+        self._wake: Callable[[], object] = run
+
+    def _go_on(self) -> None:
+        self._wake()
+
+    async def _drive(self) -> None:
+        """Runs the generator from its beginning to its end."""
+        failure: BaseException | None = None
+        try:
+            if self._scope.follow(asyncio.current_task()):
+                await self._steps()
+        except BaseException as error:  # SystemExit would end the loop
+            failure = error
+        try:
+            await self._generator.aclose()
+        except BaseException as error:
+            self._report_close(error)
+        finally:
+            self._scope.follow(None)  # the task refers to its context, and that to the scope
+        self._agent.receiver.run(partial(self._end, failure))
+
+    async def _steps(self) -> None:
+        loop, until = asyncio.get_running_loop(), 0.0
+        while (step := self._next_step()) is not Step.CLOSE:
+            if step is Step.REST:
+                woken: asyncio.Future[None] = loop.create_future()
+                self._wake = partial(_tell, loop, woken)
+                if self._rest():
+                    await woken
+                    self._scope.rests = False
+                continue
+            if monotonic() > until:  # others of this loop have their turn, if it never waits
+                await asyncio.sleep(0)
+                until = monotonic() + _SLICE_SECONDS
+            try:
+                value = await anext(self._generator)
+            except StopAsyncIteration:
+                return
+            if type(value) in _PLAIN_TYPES and not _is_long(value):
+                self._add(value)
+            else:
+                added: asyncio.Future[None] = loop.create_future()
+                job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
+                self._agent.receiver.run(RequestJob(self._request, job))
+                await added
+
+    def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:
+        """Packs an item in a thread of the pool."""
+        try:
+            self._add(value)
+        except BaseException as error:
+            tell(error)
+        else:
+            tell()
+
+
+def _is_long(value: Any) -> bool:
+    return isinstance(value, (str, bytes)) and len(value) > _SMALL_LENGTH
+
+
+def _tell(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[None],
+    error: BaseException | None = None,
+) -> None:
+    """Completes a future of a loop's, in any thread."""
+
+    def complete() -> None:
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
+
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(complete)

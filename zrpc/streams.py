@@ -1,0 +1,84 @@
+"""Streams: generators that run on other workers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar, overload
+
+from zrpc.agent.current import current_agent
+from zrpc.api import Args, Kwargs, To, _body
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
+from zrpc.services.streams.service import StreamService
+from zrpc.services.streams.stream import Stream
+
+__all__ = ["Stream", "rpc_stream"]
+
+R = TypeVar("R")
+
+
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[..., Iterator[R]],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+    prefetch: int = ...,
+    deadline: float = ...,
+) -> Stream[R]: ...
+@overload
+def rpc_stream(
+    to: To,
+    func: Callable[..., AsyncIterator[R]],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+    prefetch: int = ...,
+    deadline: float = ...,
+) -> Stream[R]: ...
+def rpc_stream(
+    to: To,
+    func: Callable[..., Any],
+    args: Args = None,
+    kwargs: Kwargs = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    prefetch: int = DEFAULT_PREFETCH,
+    deadline: float = 0,
+) -> Stream[Any]:
+    """Runs a generator on another worker, and returns a `Stream` of its items at once.
+
+    The generator runs ahead of its reader, by at most ``prefetch`` items and the bytes of the
+    option ``max_bytes_in_flight``. Then it rests, without a thread, until items are read. Items are
+    sent as results are: tensors of workers on one host by shared memory.
+
+    Args:
+        to: the worker's name, rank or `WorkerInfo`; it may be this worker.
+        func: a function that returns a generator, or an ``async def`` function with ``yield``.
+        args: its positional arguments.
+        kwargs: its keyword arguments.
+        timeout: seconds that an item may take, while the reader waits for it; 0 for no limit.
+            Default: ``rpc_timeout`` of the options.
+        prefetch: the number of items that the generator may be ahead of its reader, at least 1.
+        deadline: seconds for the whole stream; 0 for no limit. In a handler it is never longer than
+            the handler's own caller still waits.
+
+    Raises:
+        OptionError: ``prefetch`` is less than 1.
+        Exception: as `rpc_async`; the stream raises the errors that come after the call is sent.
+
+    May be called from any thread, handlers included.
+
+    Example:
+        >>> def count(n):
+        ...     for number in range(n):
+        ...         yield number
+        >>> for number in rpc_stream("worker1", count, args=(3,)):
+        ...     print(number)
+        0
+        1
+        2
+    """
+    agent = current_agent()
+    body = _body(func, args, kwargs)
+    service = agent.service(StreamService)
+    return service.open(agent.membership.find(to), body, timeout, prefetch, deadline)
