@@ -356,11 +356,11 @@ def remote(
     fails, or takes longer than ``timeout``, you get the error when you use the RRef. For a group,
     it returns a group of RRefs.
 
-    With a ``name``, it first waits until the result has that name, which is unique in the mesh, and
-    by which `zrpc.get_actor` finds it on any worker. The name keeps the result alive, until it is
-    stopped, or its owner leaves or dies. If the function fails, the name is free again. If the name is taken,
-    RpcError says by what; with ``exist_ok`` the RRef of that is returned instead, and the owner,
-    function and arguments are ignored. See :doc:`/how-to/actors`.
+    With a ``name``, it first waits until the result has that name, which is unique in the mesh.
+    `zrpc.get_actor` finds it on any worker. The name keeps the result alive, until it is stopped,
+    or its owner leaves or dies. If the function fails, the name is free again. If the name is
+    taken, RpcError says by what; with ``exist_ok`` the RRef of that is returned instead, and the
+    owner, function and arguments are ignored. See :doc:`/how-to/actors`.
 
     Example:
         >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))

@@ -28,7 +28,7 @@ def get(name: str = "replay") -> Any:
 
 
 @pytest.mark.zrpc(workers=4, processes=True, timeout=60)
-def test_names_outlive_whoever_dies_but_their_owner(mesh: Mesh) -> None:
+def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
     mesh.run(2, make, "worker1", 1, name="lost")
     mesh.run(2, make, "worker3", 3, name="kept")
     search = mesh.submit(3, get, "later")

@@ -172,7 +172,7 @@ def test_a_name_is_free_again_when_its_holder_has_given_it_up_or_died() -> None:
             world.notice(MemberId(0), MemberId(at))
 
 
-def test_a_claim_that_was_given_up_frees_the_name_when_it_is_granted() -> None:
+def test_a_claim_that_was_dropped_frees_the_name_when_it_is_granted() -> None:
     world = mesh_of(2)
     registry = world.members[MemberId(1)].registry
     number = registry.ask("a", claims=True)

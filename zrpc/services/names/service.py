@@ -42,7 +42,7 @@ class _Named:
     """An actor of this worker that has a name.
 
     Attributes:
-        number: of the claim by which it has it.
+        number: of the claim that was granted.
         rref: the name's own reference.
         what: what was made, and by whom, for messages to people.
     """
