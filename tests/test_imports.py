@@ -67,6 +67,7 @@ NEIGHBOURS = {
     ("rref", "actors"),
     ("streams", "rref"),
     ("tracing", "autograd"),
+    ("weights", "shm"),
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
 _SURFACE = {
@@ -87,7 +88,8 @@ _SURFACE = {
         groups.future groups.gathering groups.group groups.service inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
          metrics.service names.claims names.service queue.service rref.rref rref.service
-         shm.segments shm.service streams.service streams.stream tracing.service""",
+         shm.segments shm.service streams.service streams.stream tracing.service
+         weights.publisher weights.service weights.subscriber""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

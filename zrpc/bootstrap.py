@@ -53,6 +53,7 @@ from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.streams.service import StreamService
 from zrpc.services.tracing.service import TracingService
+from zrpc.services.weights.service import WeightsService
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
 
@@ -74,6 +75,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     MetricsService,
     BatchingService,
     QueueService,
+    WeightsService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.

@@ -1,4 +1,4 @@
-"""Modules that live on other workers, and are used like local ones."""
+"""Modules that live on other workers, and weights that are published to other workers."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from zrpc.api import get_worker_info, remote, rpc_async, rpc_sync
 from zrpc.calls.future import Future
 from zrpc.nn.state_loading import load_part, module_names, stand_ins
 from zrpc.services.rref.rref import RRef
+from zrpc.services.weights.publisher import Publisher, publish
+from zrpc.services.weights.subscriber import Subscriber, subscribe
 from zrpc.wire.pickling import encoder
 
-__all__ = ["RemoteModule"]
+__all__ = ["Publisher", "RemoteModule", "Subscriber", "publish", "subscribe"]
 
 T = TypeVar("T")
 

@@ -115,7 +115,7 @@ def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
     monkeypatch.setattr(Segment, "write", refuse)
     sent = layer.sent_bytes
     assert zrpc.rpc_sync(1, torch.numel, (large(3),)) == LARGE
-    assert [segment.borrower for segment in refused] == [1]
+    assert len(refused) == 1
     assert refused[0] not in layer.pool._segments.values()  # a part of it may have been written
     assert layer.sent_bytes == sent
     monkeypatch.setattr(Segment, "write", write)

@@ -101,7 +101,7 @@ NOTES = {
 def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     ours, stranger = service_of(joined, 0), joined.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    (held,) = (n for n, s in ours.pool._segments.items() if s.borrower == 1)
+    (held,) = (n for n, s in ours.pool._segments.items() if 1 in s.borrowers)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
         for what, hostile in NOTES.items():
             data = hostile(held)

@@ -15,7 +15,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.service import GroupService
-from zrpc.services.shm import shared
+from zrpc.services.shm import holds
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
 from zrpc.wire.parts import PartEncoder
@@ -42,7 +42,7 @@ class _Part:
         self.holes = packer.holes
         self.blocks = [packed.body, packed.table, *packed.buffers]
         self.nbytes = packed.nbytes
-        self.share: shared.Share | None = None
+        self.share: holds.Share | None = None
 
 
 class _Carried:

@@ -20,9 +20,9 @@ LOSE    arbiter, holder    somebody else has your name by a later grant
 *Terms.* A member that is asked, and knows of no arbiter that lives, begins a term, with a greater
 number (``Ballot``) than any it knows. The first to be asked is the living member with the lowest
 id, and later the arbiter of the last term. The new arbiter answers nothing before it has a report
-from all members that live, as far as it knows. A member that reports has promised to take part in no
-earlier term: it accepts a name only if the grant is of the very term that it reported to last. So
-a name granted by an earlier arbiter is either in the report, or never accepted.
+from all members that live, as far as it knows. A member that reports has promised to take part in
+no earlier term: it accepts a name only if the grant is of the very term that it reported to last.
+So a name granted by an earlier arbiter is either in the report, or never accepted.
 
 *Members that join* hold nothing that the arbiter doesn't know: no worker can find them before all
 members know them. The arbiter asks them too as soon as it knows of them, and answers nothing
@@ -31,8 +31,8 @@ reports, or is refused if it begins one.
 
 *Messages* may be reordered, repeated or lost. A question is repeated until it is answered
 (``NameRegistry.repeat``), and so is COLLECT. A FREE that is lost leaves a name taken in the
-arbiter's table. Who is told of that holder asks it, and a holder that is asked in vain says FREE once more
-(``NameRegistry.deny``).
+arbiter's table. Who is told of that holder asks it, and a holder that is asked in vain says FREE
+once more (``NameRegistry.deny``).
 
 *Workers that lose each other*, though both live, are dead for each other. If a worker has lost the
 arbiter, and others have not, it asks another member, which begins a new term; the old arbiter

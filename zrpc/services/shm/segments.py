@@ -1,4 +1,8 @@
-"""The sender's side of shared memory: segments that are written, lent to a peer, and reused.
+"""The sender's side of shared memory: segments that are written, lent to peers, and reused.
+
+A message is copied into a free segment, which is lent to its receiver. What this worker sends to
+many peers, or again and again, it *holds* in a segment: that is lent to each of them, and nothing
+is copied. A segment is free when nobody has it, neither this worker nor a peer.
 
 Writing to memory for the first time is slower than writing to it again, since the system has to
 find each page. So segments are kept, within a bound, and closed when they have not been used for a
@@ -14,19 +18,25 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
 import time
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool"]
+__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool", "aligned"]
 
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
 _ALIGNMENT_BYTES = 64
+# What is held again and again, such as versions of a model, needs two segments beside those that
+# its readers have; more free ones would only take memory.
+_MAX_FREE_HELD = 2
 # The maximum of one worker. Each is an open descriptor here and a mapping at the peer.
 MAX_SEGMENTS = 128
 
@@ -40,8 +50,11 @@ class Segment:
 
     Attributes:
         number: its number among this worker's segments; never reused.
-        borrower: the worker that it is lent to; None if it is free.
+        borrowers: the workers that it is lent to, and how often.
         known_to: the workers that have got its descriptor.
+        held: whether this worker holds it, to lend it again.
+        was_held: whether this worker was the last one to write to it so.
+        kept_by: borrowers that may use it without limit; so it is not written again.
         writing: whether a thread is copying into it; then it is not closed.
         fresh: whether no message was written to it yet.
         used: when it was last lent or returned, on the clock of ``time.monotonic``.
@@ -60,10 +73,32 @@ class Segment:
         self._memory: mmap.mmap | None = None
         self._address = 0
         self.fresh = True
-        self.borrower: MemberId | None = None
+        self.borrowers: Counter[MemberId] = Counter()
         self.known_to: set[MemberId] = set()
+        self.held = self.was_held = False
+        self.kept_by: set[MemberId] = set()
         self.writing = False
         self.used = time.monotonic()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether anybody has it."""
+        return self.held or bool(self.borrowers)
+
+    def hold(self, size: int) -> Any:
+        """Returns the first bytes of the segment as a buffer, which keeps them mapped.
+
+        Raises:
+            OSError: there is no memory left.
+        """
+        if self.fresh:
+            # Else a write to memory that the system can't find ends this process.
+            os.posix_fallocate(self.fd, 0, self.size)
+        if self._memory is None:
+            self._map()
+        if self._memory is None:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        return (ctypes.c_char * size).from_buffer(self._memory)
 
     def write(self, offset: int, buffer: Any) -> None:
         """Copies a contiguous buffer to an offset; other threads can run meanwhile.
@@ -93,10 +128,12 @@ class Segment:
             _libc.madvise(address, size, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
-        """Closes the descriptor and the mapping; a peer that has it mapped keeps the memory."""
+        """Closes the descriptor and the mapping; a peer that has it mapped keeps the memory.
+
+        If this worker holds it, it stays mapped until the last view of it is freed.
+        """
         os.close(self.fd)
-        if self._memory is not None:
-            self._memory.close()
+        self._memory = None
 
 
 class SegmentPool:
@@ -124,7 +161,7 @@ class SegmentPool:
     @property
     def lent(self) -> int:
         """The number of segments that are lent."""
-        return sum(segment.borrower is not None for segment in self._segments.values())
+        return sum(bool(segment.borrowers) for segment in self._segments.values())
 
     def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
         """Lends a segment with room for buffers of these sizes.
@@ -132,19 +169,40 @@ class SegmentPool:
         The caller writes to it, and then calls `written`; or only `unused`. Returns the segment and
         the offset of each buffer; None if the pool is full.
         """
-        offsets, end = [], 0
-        for size in sizes:
-            offsets.append(end)
-            end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        offsets, end = aligned(sizes)
         if self._closed or end > self._capacity:
             return None
         segment = self._find_free(end) or self._make_segment(end)
         if segment is None:
             return None
-        segment.writing = True
-        segment.borrower = borrower
+        segment.writing, segment.was_held = True, False
+        segment.borrowers[borrower] = 1
         segment.used = time.monotonic()
         return segment, offsets
+
+    def hold(self, size: int) -> Segment | None:
+        """Takes a segment for this worker itself; returns None if the pool is full.
+
+        The caller maps it by `Segment.hold`, calls `written`, and ends by `release`.
+        """
+        if self._closed:
+            return None
+        segment = self._find_free(size) or self._make_segment(size)
+        if segment is not None:
+            segment.held = segment.was_held = segment.writing = True
+        return segment
+
+    def lend_held(self, segment: Segment, borrower: MemberId) -> bool:
+        """Lends a segment that this worker holds; returns False if that is not possible."""
+        if segment.number not in self._segments or borrower in segment.kept_by:
+            return False
+        segment.borrowers[borrower] += 1
+        return True
+
+    def release(self, segment: Segment) -> None:
+        """Holds a segment no longer: it is used again when its borrowers have returned it."""
+        segment.held = False
+        self._settle(segment)
 
     def written(self, segment: Segment) -> bool:
         """Ends the writing to a segment; returns False if it was retired meanwhile."""
@@ -154,29 +212,48 @@ class SegmentPool:
             segment.close()
         return kept
 
-    def unused(self, segment: Segment) -> None:
-        """Takes back a segment to which nothing was written after all."""
+    def unused(self, segment: Segment, borrower: MemberId) -> None:
+        """Takes back a segment that was lent, if the borrower does not know of it yet."""
         segment.writing = False
-        segment.borrower = None
+        self._take_back(segment, borrower)
 
     def give_back(self, number: int, borrower: MemberId) -> None:
         """Takes a segment back from its borrower: it can be used again."""
         segment = self._segments.get(number)
         # While it is written to, its borrower can't have it yet.
-        if segment is not None and segment.borrower == borrower and not segment.writing:
-            segment.borrower = None
-            segment.used = time.monotonic()
+        if segment is not None and borrower in segment.borrowers and not segment.writing:
+            self._take_back(segment, borrower)
 
     def retire(self, number: int, borrower: MemberId) -> None:
-        """Never lends a segment again, since its borrower may go on using it."""
+        """Never writes to a segment again, since its borrower may go on using it."""
         segment = self._segments.get(number)
-        if segment is not None and segment.borrower == borrower:
-            self._close(segment)
+        if segment is not None and borrower in segment.borrowers:
+            segment.kept_by.add(borrower)
+            self._take_back(segment, borrower)
 
     def retire_lent_to(self, borrower: MemberId) -> None:
         """Never lends again what a worker has: it has left, but its process may still use it."""
-        for segment in [s for s in self._segments.values() if s.borrower == borrower]:
+        for segment in [s for s in self._segments.values() if borrower in s.borrowers]:
+            segment.borrowers[borrower] = 1
+            self.retire(segment.number, borrower)
+
+    def _take_back(self, segment: Segment, borrower: MemberId) -> None:
+        segment.borrowers[borrower] -= 1
+        if not segment.borrowers[borrower]:
+            del segment.borrowers[borrower]
+        self._settle(segment)
+
+    def _settle(self, segment: Segment) -> None:
+        """Deals with a segment that nobody may have any longer."""
+        if segment.in_use or segment.number not in self._segments:
+            return
+        segment.used = time.monotonic()
+        if segment.kept_by or (segment.was_held and self._alike(segment) > _MAX_FREE_HELD):
             self._close(segment)
+
+    def _alike(self, segment: Segment) -> int:
+        """Returns how many free segments were held and are as large as this one."""
+        return sum(each.was_held and each.size == segment.size for each in self._free())
 
     def close_idle(self, unused_since: float) -> None:
         """Closes free segments that were last used before a time."""
@@ -191,7 +268,7 @@ class SegmentPool:
             self._close(segment)
 
     def _free(self) -> list[Segment]:
-        return [segment for segment in self._segments.values() if segment.borrower is None]
+        return [segment for segment in self._segments.values() if not segment.in_use]
 
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""
@@ -224,3 +301,12 @@ class SegmentPool:
         self.retired.append(segment)
         if not segment.writing:  # else the thread that writes closes it
             segment.close()
+
+
+def aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Returns the offset of each buffer in a segment, by their sizes, and where they end."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    return offsets, end

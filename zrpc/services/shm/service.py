@@ -3,23 +3,21 @@
 The sender copies the large buffers of a message into a segment of its own, and the message says
 where. The receiver maps the segment, and its tensors are views of it. When they are freed it
 returns the segment, to be used again: with the next message to the sender, often the answer, or
-else by a message of its own. So there is one copy in and none out.
+else by a message of its own. So there is one copy in and none out. What the sender holds in a
+segment is not even copied in, however many peers it is sent to.
 
 A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
-it. If the peer has no room for it, and if the pool is full, frames are used.
-
-Messages of one call to a group share a segment.
+it. If the peer has no room for it, and if the pool is full, frames are used. Messages of one call
+to a group share a segment.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import struct
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence, Sized
-from enum import IntEnum
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -27,11 +25,12 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, RpcError, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.shm.borrowed import Loans
-from zrpc.services.shm.segments import Segment, SegmentPool
-from zrpc.services.shm.shared import Share, SharedSegments
+from zrpc.services.shm.holds import Holds, Share
+from zrpc.services.shm.records import NOTE, NUMBER, PLACE, RECORD, Verb, read_records
+from zrpc.services.shm.segments import Segment, SegmentPool, aligned
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -44,19 +43,6 @@ __all__ = ["SharedMemoryService"]
 # 150 us by a segment and 120 us by a direct connection, 250 KiB the same by both.
 LEAST_BYTES = 1 << 18
 
-_PLACE = struct.Struct("<QQ")  # offset and size of a buffer
-_NOTE = struct.Struct("<BQ")  # verb, number of the segment
-_NUMBER = struct.Struct("<Q")  # number of a segment
-_RECORD = struct.Struct("<QQ")  # number of a shared segment, how many places follow
-
-
-class _Verb(IntEnum):
-    """What a note about a segment says."""
-
-    RETURN = 1  # use this segment again
-    KEEP = 2  # never use this segment again: I may read it without limit, or can't open it
-    CLOSED = 3  # this segment is not lent again
-
 
 class SharedMemoryService(Service, MessageHooks):
     """Carries large buffers to and from the workers of the same host.
@@ -64,6 +50,7 @@ class SharedMemoryService(Service, MessageHooks):
     Attributes:
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
+        holds: what this worker holds in its segments.
         idle_seconds: how long a free segment is kept for the next message.
         sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
@@ -82,7 +69,7 @@ class SharedMemoryService(Service, MessageHooks):
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory)
         self.loans = Loans()
-        self._shared = SharedSegments(self.pool, agent.worker_info.member_id)
+        self.holds = Holds()
         # The notes to send to each member. Guarded by the lock.
         self._notes: dict[MemberId, bytes] = {}
         self.sent_bytes = self.received_bytes = 0
@@ -140,23 +127,23 @@ class SharedMemoryService(Service, MessageHooks):
         with self._lock:
             for tag, data in message.extensions:
                 if tag == Tag.SHARED:
-                    self.pool.retire(_NUMBER.unpack_from(data)[0], member)
+                    self.pool.retire(NUMBER.unpack_from(data)[0], member)
                 elif tag == Tag.SEGMENTS:
-                    for verb, number in _NOTE.iter_unpack(data):
-                        verb = _Verb.KEEP if verb == _Verb.RETURN else verb
+                    for verb, number in NOTE.iter_unpack(data):
+                        verb = Verb.KEEP if verb == Verb.RETURN else verb
                         self._note(member, verb, number)
                 elif tag == Tag.COMMON:
-                    for number, _ in _records(data):
-                        self._shared.spoil(number)
+                    for number, _ in read_records(data):
+                        self.pool.retire(number, member)
 
     def _note(self, member: MemberId, verb: int, number: int) -> None:
         """Adds a note for a member. The lock is held."""
-        self._notes[member] = self._notes.get(member, b"") + _NOTE.pack(verb, number)
+        self._notes[member] = self._notes.get(member, b"") + NOTE.pack(verb, number)
 
     def _note_ended(self) -> None:
         """Adds notes about the loans that have ended. The lock is held."""
         for loan in self.loans.returned():
-            self._note(loan.owner, _Verb.KEEP if loan.keep else _Verb.RETURN, loan.number)
+            self._note(loan.owner, Verb.KEEP if loan.keep else Verb.RETURN, loan.number)
 
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
@@ -165,16 +152,28 @@ class SharedMemoryService(Service, MessageHooks):
             return
         if not membership.reaches_by_ipc(member):
             return
+        lent = self._lend_held(message.buffers, sizes, member) if self.holds else None
+        if lent is None:
+            lent = self._lend_copy(message.buffers, sizes, member)
+        if lent is None:
+            return  # there was no memory, the peer was lost, or this service is closed
+        number, offsets = lent
+        with self._lock:
+            self.sent_bytes += sum(sizes)
+        message.buffers = ()
+        places = b"".join(map(PLACE.pack, offsets, sizes))
+        message.extensions = [*message.extensions, (Tag.SHARED, NUMBER.pack(number) + places)]
+
+    def _lend_copy(
+        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
+    ) -> tuple[int, list[int]] | None:
+        """Copies buffers into a segment that is lent; returns its number and their offsets."""
         lent = self._lend(sizes, member)
         if lent is None:
-            return
+            return None
         segment, offsets = lent
-        if not self._write(segment, offsets, message.buffers, member):
-            return
-        message.buffers = ()
-        places = b"".join(map(_PLACE.pack, offsets, sizes))
-        data = _NUMBER.pack(segment.number) + places
-        message.extensions = [*message.extensions, (Tag.SHARED, data)]
+        there = self._write(segment, offsets, buffers, member)
+        return (segment.number, offsets) if there else None
 
     def _write(
         self, segment: Segment, offsets: list[int], buffers: Sequence[Any], borrower: MemberId
@@ -194,8 +193,6 @@ class SharedMemoryService(Service, MessageHooks):
         finally:
             with self._lock:
                 there = self.pool.written(segment)
-                if there:
-                    self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in buffers)
         return there
 
     # -- one segment for several messages --------------------------------------------------
@@ -206,20 +203,18 @@ class SharedMemoryService(Service, MessageHooks):
         Returns None if they are small, or if there is no room.
         """
         sizes = [memoryview(buffer).nbytes for buffer in buffers]
-        own_id = self.agent.membership.own_id
         if self._closed or sum(sizes) < LEAST_BYTES:
             return None
-        with uninterrupted:  # or nobody would return the segment
+        offsets, end = aligned(sizes)
+        with uninterrupted, contextlib.suppress(MemoryError, OSError, RpcError):
+            segment, memory = self._hold(end)
+            for buffer, offset in zip(buffers, offsets, strict=True):
+                segment.write(offset, buffer)
+            places = b"".join(map(PLACE.pack, offsets, sizes))
             with self._lock:
-                self._shared.settle()
-                lent = self.pool.lend(sizes, own_id)
-            if lent is None or not self._write(*lent, buffers, own_id):
-                return None
-            segment, offsets = lent
-            places = b"".join(map(_PLACE.pack, offsets, sizes))
-            with self._lock:
-                record = _RECORD.pack(segment.number, len(sizes)) + places
-                return self._shared.share(segment, record)
+                self.sent_bytes += sum(sizes)
+            return Share(segment, RECORD.pack(segment.number, len(sizes)) + places, memory)
+        return None
 
     def name_share(self, encoder: Encoder, share: Share) -> int | None:
         """Adds to a message where the buffers of a share are.
@@ -233,69 +228,123 @@ class SharedMemoryService(Service, MessageHooks):
         if member == membership.own_id or not membership.reaches_by_ipc(member):
             return None
         with self._lock:
-            # As in `_lend`. The worker knows the segment before a message names it.
-            lost = self._closed or member in membership.lost
-            if lost or not self._shared.lend(number, member):
+            if self._closed or not self._lend_again(share.segment, member):
                 return None
-            if not self._introduce(share.segment, member):
-                self._shared.end_loan(number, member)
-                return None
-            encoder.undo(lambda: self._end_loan(number, member))
+            encoder.undo(lambda: self._on_note(member, Verb.RETURN, number))
         extension = encoder.extension(Tag.COMMON)
-        index = len(_records(bytes(extension)))
+        index = len(read_records(bytes(extension)))
         extension.extend(share.record)
         return index
 
-    def _end_loan(self, number: int, member: MemberId) -> None:
-        with self._lock:
-            self._shared.end_loan(number, member)
-
     def _introduce(self, segment: Segment, member: MemberId) -> bool:
-        """Sends a member the descriptor of a segment, once; False if it has no room for it.
+        """Sends a member the descriptor of a segment that was lent, once.
 
-        The lock is held.
+        Takes the segment back, and returns False, if the member has no room. The lock is held.
         """
-        if member in segment.known_to:
-            return True
-        network, own_id = self.agent.network, self.agent.membership.own_id
-        try:
-            place = network.endpoint(member)
-            network.descriptors.send(own_id, place, segment.number, segment.fd)
-        except OSError:
-            return False
-        segment.known_to.add(member)
+        if member not in segment.known_to:
+            network, own_id = self.agent.network, self.agent.membership.own_id
+            try:
+                place = network.endpoint(member)
+                network.descriptors.send(own_id, place, segment.number, segment.fd)
+            except OSError:
+                self.pool.unused(segment, member)
+                return False
+            segment.known_to.add(member)
         return True
 
     def _lend(self, sizes: list[int], member: MemberId) -> tuple[Segment, list[int]] | None:
-        """Lends a segment, see `SegmentPool.lend`, whose descriptor the peer has got or will get.
-
-        Returns None if the peer is lost, since it would keep the segment, or has no room for the
-        descriptor.
-        """
+        """Lends a free segment, see `SegmentPool.lend`, unless the peer can't have it."""
         with self._lock:
             # Under the lock: a peer is marked as lost before `on_member_lost` takes back
             # what it was lent.
             if member in self.agent.membership.lost:
                 return None
             lent = self.pool.lend(sizes, member)
-            if lent is not None and not self._introduce(lent[0], member):
-                self.pool.unused(lent[0])
+            return None if lent is None or not self._introduce(lent[0], member) else lent
+
+    def _lend_again(self, segment: Segment, member: MemberId) -> bool:
+        """Lends a segment that this worker holds, unless the peer can't have it. The lock is held.
+
+        Under the lock, as in `_lend`. The peer has the segment before a message names it.
+        """
+        lost = member in self.agent.membership.lost
+        return (
+            not lost and self.pool.lend_held(segment, member) and self._introduce(segment, member)
+        )
+
+    def _lend_held(
+        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
+    ) -> tuple[int, list[int]] | None:
+        """Lends the segment in which buffers lie, if this worker holds them in one."""
+        with self._lock:
+            found = self.holds.find(buffers, sizes)
+            if found is None:
                 return None
-            return lent
+            segment, offsets = found
+            return (segment.number, offsets) if self._lend_again(segment, member) else None
+
+    def hold(self, size: int) -> Any:
+        """Returns a buffer in a segment, for what is sent to many peers, or again and again.
+
+        A message whose large buffers all lie in it takes them to a peer on this host without a
+        copy. It must not be changed once it was sent. When it is freed, and the peers have freed
+        what they got, the segment is used again. Any thread may call this.
+
+        Args:
+            size: the number of bytes. It must be positive.
+
+        Raises:
+            MemoryError: there is not so much shared memory left.
+            NotInitializedError: this worker has shut down.
+        """
+        return self._hold(size)[1]
+
+    def _hold(self, size: int) -> tuple[Segment, Any]:
+        with self._lock:
+            self._end_holds()
+            segment = self.pool.hold(size)
+        if segment is None:
+            if self._closed:
+                raise has_shut_down()
+            raise MemoryError(
+                f"expected room for {size:,} bytes of shared memory, found {self.pool.size:,} "
+                f"bytes in use of {self.agent.options.shared_memory:,}: the option shared_memory "
+                "sets that limit"
+            )
+        buffer = None
+        try:
+            buffer = segment.hold(size)
+        except OSError as error:
+            raise MemoryError(f"expected {size:,} bytes of shared memory, found {error}") from error
+        finally:
+            with self._lock:
+                there = self.pool.written(segment)
+                if buffer is None:
+                    self.pool.release(segment)
+                else:
+                    self.holds.add(buffer, segment)
+        if not there:
+            raise has_shut_down()
+        return segment, buffer
+
+    def _end_holds(self) -> None:
+        """Releases the segments of buffers that are freed. The lock is held."""
+        for segment in self.holds.released():
+            self.pool.release(segment)
 
     # -- in the I/O thread ---------------------------------------------------------------
 
     def _borrow(self, message: Message, data: bytes) -> None:
         """Puts the buffers that came by shared memory into their message."""
-        (number,) = _NUMBER.unpack_from(data)
-        places = list(_PLACE.iter_unpack(data[_NUMBER.size :]))
+        (number,) = NUMBER.unpack_from(data)
+        places = list(PLACE.iter_unpack(data[NUMBER.size :]))
         message.buffers = self._borrow_from(message.sender, number, places)
 
     def _borrow_common(self, message: Message, data: bytes) -> list[list[Any]]:
         """Returns the buffers of each shared segment that a message names."""
         return [
             self._borrow_from(message.sender, number, places, private=True)
-            for number, places in _records(data)
+            for number, places in read_records(data)
         ]
 
     def _borrow_from(
@@ -310,7 +359,7 @@ class SharedMemoryService(Service, MessageHooks):
         except (OSError, ValueError, ProtocolError):
             # Out of descriptors, for example. The sender must send the descriptor again.
             with self._lock:
-                self._note(owner, _Verb.KEEP, number)
+                self._note(owner, Verb.KEEP, number)
             raise
         self.received_bytes += sum(size for _, size in places)
         return buffers
@@ -326,33 +375,36 @@ class SharedMemoryService(Service, MessageHooks):
                     self.loans.forget(owner)
 
     def _on_notes(self, message: Message, data: bytes) -> None:
-        owner = message.sender
-        for verb, number in _NOTE.iter_unpack(data):
-            if verb == _Verb.CLOSED:
-                self._receive_descriptors()  # it may be among them
-                self.loans.forget(owner, number)
-            elif verb in (_Verb.RETURN, _Verb.KEEP):
-                with self._lock:
-                    if self._shared.end_loan(number, owner, spoiled=verb == _Verb.KEEP):
-                        continue
-                    end = self.pool.give_back if verb == _Verb.RETURN else self.pool.retire
-                    end(number, owner)
-            else:
-                raise ProtocolError(f"expected a known verb about a segment, found {verb}")
+        for verb, number in NOTE.iter_unpack(data):
+            self._on_note(message.sender, verb, number)
+
+    def _on_note(self, member: MemberId, verb: int, number: int) -> None:
+        if verb == Verb.CLOSED:
+            self._receive_descriptors()  # it may be among them
+            self.loans.forget(member, number)
+        elif verb in (Verb.RETURN, Verb.KEEP):
+            with self._lock:
+                end = self.pool.give_back if verb == Verb.RETURN else self.pool.retire
+                end(number, member)
+        else:
+            raise ProtocolError(f"expected a known verb about a segment, found {verb}")
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        containers = self.loans.ended, self._notes, self.pool.retired, self._shared.ended
-        return [(each, self._send_notes) for each in containers]
+        containers = self.loans.ended, self.holds.ended, self._notes, self.pool.retired
+        return [(each, self.send_notes) for each in containers]
 
-    def _send_notes(self) -> None:
-        """Returns what is no longer used here, and says which segments are used no more."""
+    def send_notes(self) -> None:
+        """Returns what is no longer used here, and says which segments are used no more.
+
+        That also happens by itself, soon. Any thread may call this.
+        """
         with self._lock:
+            self._end_holds()
             self._note_ended()
-            self._shared.settle()
             for segment in self.pool.retired:
                 for member in segment.known_to:
-                    self._note(member, _Verb.CLOSED, segment.number)
+                    self._note(member, Verb.CLOSED, segment.number)
             due = list(self._notes.items())
             self._notes.clear()
             self.pool.retired.clear()
@@ -373,7 +425,6 @@ class SharedMemoryService(Service, MessageHooks):
     def on_member_lost(self, member: MemberId) -> None:
         with self._lock:
             self.pool.retire_lent_to(member)
-            self._shared.forget(member)
             self._notes.pop(member, None)
         self.loans.forget(member)
 
@@ -394,18 +445,6 @@ class SharedMemoryService(Service, MessageHooks):
             for service in [ref() for ref in cls._all.valuerefs()]:
                 if service is not None:
                     each.callback(service.loans.keep_all)
-
-
-def _records(data: bytes) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Returns the numbers of the shared segments that a message names, each with its places."""
-    found, start = [], 0
-    while start < len(data):
-        number, count = _RECORD.unpack_from(data, start)
-        start += _RECORD.size
-        end = start + count * _PLACE.size
-        found.append((number, list(_PLACE.iter_unpack(data[start:end]))))
-        start = end
-    return found
 
 
 os.register_at_fork(before=SharedMemoryService._before_fork)

@@ -31,7 +31,6 @@ from zrpc.errors import (
     NotInitializedError,
     OptionError,
     RpcError,
-    SerializationError,
     has_shut_down,
 )
 from zrpc.functions import Deferral, async_execution
@@ -301,8 +300,8 @@ def _of_shutdown() -> NotInitializedError:
 
 
 def _refuse(generator: Any) -> NoReturn:
-    raise SerializationError(
-        f"a generator can't be sent ({name_of_function(generator)}): call its function by "
+    raise TypeError(  # as pickle does
+        f"cannot pickle the generator {name_of_function(generator)}: call its function by "
         "rpc_stream, which sends its items one by one, or send a list of them"
     )
 

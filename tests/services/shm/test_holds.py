@@ -1,0 +1,182 @@
+"""What a worker holds in a segment: lent to many without a copy, used again when all are done."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import zrpc
+from tests.services.shm.sharing import (
+    MIB,
+    drop,
+    keep,
+    kept,
+    segments_mapped,
+    segments_open,
+    service_of,
+    until_returned,
+)
+from tests.support.waiting import until
+from zrpc.services.shm.segments import Segment, SegmentPool
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=90, options={"rpc_timeout": 40})
+
+
+def held(mesh: Mesh, value: int, size: int = MIB) -> torch.Tensor:
+    """A tensor that worker0 holds in a segment."""
+    tensor = torch.frombuffer(service_of(mesh, 0).hold(size), dtype=torch.uint8)
+    return tensor.fill_(value)
+
+
+def test_what_is_held_goes_to_many_peers_by_one_segment(joined: Mesh) -> None:
+    tensor = held(joined, 7)
+    for rank in (1, 2):
+        zrpc.rpc_sync(rank, keep, (f"got{rank}", tensor))
+    assert len(segments_mapped()) == len(segments_open()) == 1
+    tensor[0] = 8  # the same memory
+    assert [int(kept()[f"got{rank}"][0]) for rank in (1, 2)] == [8, 8]
+
+
+def test_a_segment_is_used_again_when_nobody_has_it(joined: Mesh) -> None:
+    layer = service_of(joined, 0)
+    tensor = held(joined, 1)
+    zrpc.rpc_sync(1, keep, ("got", tensor))
+    address = tensor.data_ptr()
+    del tensor
+    gc.collect()
+    other = held(joined, 2)  # the peer still has the first
+    assert other.data_ptr() != address
+    assert int(kept()["got"][0]) == 1
+    drop("got")
+    until_returned(layer)
+    assert held(joined, 3).data_ptr() == address
+
+
+def test_parts_of_what_is_held_arrive_in_their_places(joined: Mesh) -> None:
+    tensor = held(joined, 0)
+    tensor.view(torch.int32).copy_(torch.arange(MIB // 4))
+    parts = [tensor[: MIB // 2], tensor[MIB // 2 :]]
+    sent = service_of(joined, 0).sent_bytes
+    back = zrpc.rpc_sync(1, torch.cat, (parts,))
+    assert torch.equal(back, tensor)
+    assert service_of(joined, 0).sent_bytes == sent + MIB
+    assert len(service_of(joined, 0).pool) == 1
+
+
+def test_what_is_held_outlives_the_loss_of_a_peer_that_has_it(joined: Mesh) -> None:
+    tensor = held(joined, 1)
+    layer = service_of(joined, 0)
+    for rank in (1, 2):
+        zrpc.rpc_sync(rank, keep, (f"got{rank}", tensor))
+    joined.agent(1).close()
+    until(lambda: layer.pool.lent == 1 and len(layer.agent.membership.lost) == 1)
+    zrpc.rpc_sync(2, keep, ("again", tensor))
+    drop("got2", "again")
+    del tensor
+    until(lambda: len(layer.pool) == 0, collect=True)  # the lost peer may go on reading
+    assert int(held(joined, 2)[0]) == 2
+    assert int(kept()["got1"][0]) == 1
+
+
+def test_if_there_is_no_room_to_hold_something_the_error_names_the_limit(joined: Mesh) -> None:
+    limit = joined.agent(0).options.shared_memory
+    with pytest.raises(MemoryError, match=f"found 0 bytes in use of {limit:,}"):
+        service_of(joined, 0).hold(limit + 1)
+    assert int(held(joined, 1)[0]) == 1
+
+
+def test_after_the_end_of_the_worker_nothing_can_be_held(joined: Mesh) -> None:
+    tensor = held(joined, 1)
+    layer = service_of(joined, 0)
+    joined.agent(0).close()
+    with pytest.raises(zrpc.NotInitializedError):
+        layer.hold(MIB)
+    assert int(tensor[-1]) == 1  # as long as somebody reads it
+    del tensor
+    until(lambda: segments_mapped() == [], collect=True)
+
+
+class HeldMachine(RuleBasedStateMachine):
+    """In any order of events, no segment is written while anybody may read it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = SegmentPool(4 * MIB)
+        self.held: list[Segment] = []
+        self.lent: list[tuple[Segment, int]] = []
+        self.worn: set[int] = set()
+
+    def teardown(self) -> None:
+        self.pool.close()
+
+    @rule()
+    def hold(self) -> None:
+        segment = self.pool.hold(MIB)
+        if segment is None:
+            assert len({id(each) for each in self.used()}) >= 4
+            return
+        assert segment not in self.used()
+        assert segment.number not in self.worn
+        assert self.pool.written(segment)
+        self.held.append(segment)
+
+    def used(self) -> list[Segment]:
+        return [*self.held, *(segment for segment, _ in self.lent)]
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), borrower=st.integers(1, 3))
+    def lend(self, data: Any, borrower: int) -> None:
+        segment = data.draw(st.sampled_from(self.held))
+        if self.pool.lend_held(segment, borrower):
+            self.lent.append((segment, borrower))
+        else:
+            assert segment.number in self.worn
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        segment = data.draw(st.sampled_from(self.held))
+        self.held.remove(segment)
+        self.pool.release(segment)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), keeps=st.booleans())
+    def end(self, data: Any, keeps: bool) -> None:
+        loan = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(loan)
+        segment, borrower = loan
+        if keeps:
+            self.worn.add(segment.number)
+        (self.pool.retire if keeps else self.pool.give_back)(segment.number, borrower)
+
+    @rule(borrower=st.integers(1, 3))
+    def lose(self, borrower: int) -> None:
+        self.worn |= {segment.number for segment, of in self.lent if of == borrower}
+        self.lent = [loan for loan in self.lent if loan[1] != borrower]
+        self.pool.retire_lent_to(borrower)
+
+    @rule()
+    def shrink(self) -> None:
+        self.pool.close_idle(float("inf"))
+        assert len(self.pool) == len({id(segment) for segment in self.used()})
+
+    @invariant()
+    def what_is_used_is_open(self) -> None:
+        assert {each.number for each in self.used()} <= set(self.pool._segments)
+        assert self.pool.lent == len({segment.number for segment, _ in self.lent})
+
+
+TestHeldMachine = pytest.mark.system(HeldMachine.TestCase)
+TestHeldMachine.settings = settings(
+    max_examples=40,
+    stateful_step_count=25,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)

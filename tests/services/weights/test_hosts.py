@@ -1,0 +1,130 @@
+"""Published weights on several hosts: once to each, and what holds if a worker of one is lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+import zrpc
+from tests.services.shm.sharing import segments_mapped
+from tests.services.weights.publishing import SOON, Learner, Rollout, pool_of
+from tests.support.observed import stats_of
+from tests.support.waiting import pending, until
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+from zrpc.transport.address import host_key
+from zrpc.transport.curve import supports_curve
+
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.zrpc(workers=5, timeout=90),
+    pytest.mark.skipif(not supports_curve(), reason="needs CURVE"),
+]
+
+SIZE = 4 << 17
+
+
+@pytest.fixture
+def hosts(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Mesh, list[int], list[int]]:
+    """A mesh on two hosts, and the workers on either."""
+    numbers = itertools.count()
+    monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key()}/{next(numbers) % 2}")
+    mesh = make_mesh(workers=5)
+    by_host: defaultdict[str, list[int]] = defaultdict(list)
+    for rank, record in mesh.agent(0).membership.records.items():
+        by_host[record.host_key].append(rank)
+    few, many = sorted(by_host.values(), key=len)
+    return mesh, few, many
+
+
+def sent_by(mesh: Mesh, worker: int) -> int:
+    """How many bytes a worker has sent to all others, without shared memory."""
+    return sum(peer.bytes_sent for peer in stats_of(mesh, worker).peers.values())
+
+
+def test_a_version_goes_once_to_each_host(hosts: Any) -> None:
+    mesh, few, many = hosts
+    learner = Learner(mesh, few[0])
+    rollouts = [Rollout(mesh, worker) for worker in range(5)]
+    for version in range(1, 5):
+        before = sent_by(mesh, few[0])
+        learner.push()
+        loads = [rollout.begin_to_load(version) for rollout in rollouts]
+        assert [load.result(SOON) for load in loads] == [version] * 5
+        assert [rollout.value for rollout in rollouts] == [version] * 5
+        assert SIZE < sent_by(mesh, few[0]) - before < 1.5 * SIZE
+    assert len(many) == 3
+    assert len(segments_mapped()) <= 6  # three on either host
+
+
+def test_a_subscriber_waits_for_a_version_of_another_host(hosts: Any) -> None:
+    mesh, few, many = hosts
+    waiting = [Rollout(mesh, worker).begin_to_load(at_least=2) for worker in many]
+    learner = Learner(mesh, few[0])
+    learner.push()
+    assert all(pending(each, 0.05) for each in waiting)
+    learner.push()
+    assert [each.result(SOON) for each in waiting] == [2] * 3
+    known = Rollout(mesh, many[1])
+    known.load()
+    before = sent_by(mesh, few[0])
+    assert known.load() == 2
+    assert sent_by(mesh, few[0]) - before < SIZE / 10
+    with pytest.raises(zrpc.RpcTimeoutError, match="version 9 or a later one of 'p' within"):
+        known.load(at_least=9, timeout=0.05)
+
+
+def test_if_the_worker_that_gets_versions_is_lost_another_one_does(hosts: Any) -> None:
+    mesh, few, many = hosts
+    learner = Learner(mesh, few[0])
+    rollouts = [Rollout(mesh, worker) for worker in many[1:]]
+    learner.push()
+    assert [rollout.load() for rollout in rollouts] == [1, 1]
+    waiting = [rollout.begin_to_load(at_least=2) for rollout in rollouts]
+    mesh.agent(many[0]).close()
+    learner.push()
+    assert [each.result(SOON) for each in waiting] == [2, 2]
+    learner.push()
+    assert [rollout.load() for rollout in rollouts] == [3, 3]
+    assert [rollout.value for rollout in rollouts] == [3, 3]
+
+
+def test_if_the_publisher_is_lost_subscribers_on_other_hosts_are_told(hosts: Any) -> None:
+    mesh, few, many = hosts
+    learner = Learner(mesh, few[0])
+    rollouts = [Rollout(mesh, worker) for worker in many]
+    learner.push()
+    assert [rollout.load() for rollout in rollouts] == [1] * 3
+    waiting = [rollout.begin_to_load(at_least=2) for rollout in rollouts]
+    assert pending(waiting[0], 0.05)
+    mesh.agent(few[0]).close()
+    for each in waiting:
+        with pytest.raises(zrpc.WorkerDied, match=rf"its publisher is lost: .*worker{few[0]}"):
+            each.result(SOON)
+    assert [rollout.load() for rollout in rollouts] == [1] * 3
+    successor = Learner(mesh, many[0])
+    assert successor.push(5) > 1
+    assert all(rollout.load(at_least=2) == successor.published.version for rollout in rollouts)
+    assert [rollout.value for rollout in rollouts] == [5] * 3
+
+
+def test_what_a_host_has_got_is_dropped_with_the_publication(hosts: Any) -> None:
+    mesh, few, many = hosts
+    learner = Learner(mesh, few[0])
+    rollouts = [Rollout(mesh, worker) for worker in many]
+    learner.push()
+    assert [rollout.load() for rollout in rollouts] == [1] * 3
+    mesh.run(few[0], learner.published.close)
+    for rollout in rollouts:
+        mesh.run(rollout.worker, rollout.subscriber.close)
+    for worker in range(5):
+        pool = pool_of(mesh, worker)
+        until(lambda pool=pool: pool.lent == 0, collect=True)  # type: ignore[misc]
+        pool.close_idle(float("inf"))
+    until(lambda: segments_mapped() == [], collect=True)

@@ -1,0 +1,98 @@
+"""What lies where in a version, and how a model differs from that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zrpc.nn import RemoteModule
+from zrpc.services.weights.layout import Layout, tensors_of
+from zrpc.testing import Mesh
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
+
+
+class Mixed(torch.nn.Module):
+    """A module with tied parameters, buffers of both kinds, and an empty parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.BatchNorm1d(3)
+        self.nothing = torch.nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("cache", torch.ones(7), persistent=False)
+
+
+def test_a_module_has_the_tensors_of_its_state_dict() -> None:
+    model = Mixed()
+    tensors = tensors_of(model)
+    assert tensors.keys() == model.state_dict().keys()
+    assert tensors["embed.weight"] is tensors["head.weight"] is model.embed.weight
+
+
+def test_tied_parameters_lie_in_one_place() -> None:
+    for tied in (tensors_of(Mixed()), Mixed().state_dict()):
+        layout = Layout(tied)
+        views = layout.views(torch.zeros(layout.size, dtype=torch.uint8))
+        views["head.weight"].fill_(3)
+        assert bool((views["embed.weight"] == 3).all())
+        assert layout.size == 64 + 64 + 64  # 15 + 4 * 3 floats, and a count
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))))
+def test_what_is_written_to_a_view_is_read_from_it(shapes: Any) -> None:
+    tensors = {
+        f"t{i}": torch.randn(shape).mul(9).to(dtype) for i, (dtype, shape) in enumerate(shapes)
+    }
+    layout = Layout(tensors)
+    flat = torch.zeros(layout.size, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors[name])
+    read = Layout(tensors).views(flat.clone())
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name], tensor)
+        assert read[name].dtype == tensor.dtype
+
+
+def test_differences_are_listed() -> None:
+    layout = Layout({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(4)})
+    found = {"b": torch.zeros(5), "c": torch.zeros(4, dtype=torch.int64), "d": torch.zeros(1)}
+    with pytest.raises(ValueError, match=r"the tensors of 'p', found missing: a; unexpected: d; "):
+        layout.check(found, "'p'")
+    expected = r"shape: b \(5,\) instead of \(3,\); dtype: c torch.int64 instead of torch.float32"
+    with pytest.raises(ValueError, match=expected):
+        layout.check(found, "'p'")
+    with pytest.raises(ValueError, match=r"missing: t0, t1, t2, t3, t4, t5, t6, t7 and 2 more$"):
+        Layout({f"t{i}": torch.zeros(1) for i in range(10)}).check({}, "'p'")
+
+
+WRONG = {
+    "no model": (7, "nn.Module or a mapping of names to tensors"),
+    "no tensor": ({"a": 3}, "expected a tensor as a"),
+    "sparse": ({"a": torch.eye(3).to_sparse()}, "a dense tensor as a"),
+    "lazy": (torch.nn.LazyLinear(3), "weight to be initialized"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_model_is_refused(what: str) -> None:
+    model, words = WRONG[what]
+    with pytest.raises(TypeError, match=words):
+        tensors_of(model)  # type: ignore[arg-type]
+
+
+@pytest.mark.zrpc(workers=2)
+def test_the_parameters_of_a_remote_module_are_not_this_models(mesh: Mesh) -> None:
+    def names() -> list[str]:
+        remote = RemoteModule("worker1", torch.nn.Linear, (2, 2))
+        return list(tensors_of(torch.nn.Sequential(remote, torch.nn.Linear(2, 2))))
+
+    assert mesh.run(0, names) == ["1.weight", "1.bias"]

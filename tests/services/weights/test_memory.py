@@ -1,0 +1,184 @@
+"""What versions take: one copy on a host, as long as somebody has it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc
+from tests.services.shm.sharing import segments_mapped
+from tests.services.weights.publishing import (
+    SOON,
+    Learner,
+    Rollout,
+    pool_of,
+    until_mapped,
+    value_of,
+    weights,
+)
+from tests.support.waiting import until
+from zrpc.nn import subscribe
+from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=90)
+
+
+def test_all_subscribers_of_a_host_read_one_copy(mesh: Mesh) -> None:
+    learner = Learner(mesh)
+    rollouts = [Rollout(mesh, worker) for worker in (0, 1, 1, 2, 2)]
+    learner.push()
+    assert [rollout.load() for rollout in rollouts] == [1] * 5
+    assert [rollout.value for rollout in rollouts] == [1] * 5
+    assert len(segments_mapped()) == 1
+    assert sum(len(pool_of(mesh, worker)) for worker in range(3)) == 1
+
+
+def test_memory_is_used_again_from_the_fourth_push_on(mesh: Mesh) -> None:
+    learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
+    for version in range(1, 9):
+        learner.push()
+        assert [rollout.load() for rollout in rollouts] == [version] * 2
+    assert len(segments_mapped()) <= 3
+
+
+def test_a_push_does_not_wait_for_readers_and_each_keeps_one_version(mesh: Mesh) -> None:
+    learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 1, 2, 2)]
+    for i, rollout in enumerate(rollouts):
+        learner.push()
+        assert rollout.load() == i + 1  # and then it is slow
+    for _ in range(20):
+        learner.push()
+    assert len(segments_mapped()) <= len(rollouts) + 2
+    for i, rollout in enumerate(rollouts):
+        other = weights(-1)
+        learner.mesh.run(rollout.worker, _load_what_it_has, rollout, other)
+        assert value_of(other) == i + 1
+    assert [rollout.load() for rollout in rollouts] == [24] * 4
+    pool = pool_of(mesh)
+    until(lambda: pool.lent == 1, collect=True)  # the newest
+
+
+def _load_what_it_has(rollout: Rollout, model: Any) -> None:
+    for name, view in rollout.subscriber._held.layout.views(rollout.subscriber._held.flat).items():
+        model[name].copy_(view)
+
+
+def test_readers_never_see_half_of_a_version(mesh: Mesh) -> None:
+    learner, stop = Learner(mesh), threading.Event()
+    learner.push()
+
+    def load_all() -> int:
+        subscriber, count, last = subscribe("p"), 0, 0
+        while not stop.is_set() or not count:
+            model = weights(-1)
+            version = subscriber.load_into(model, timeout=SOON)
+            assert bool((model["a"] == version).all())
+            assert version >= last
+            count, last = count + 1, version
+        return count
+
+    readers = [mesh.submit(worker, load_all) for worker in (1, 2)]
+    for _ in range(60):
+        learner.push()
+    stop.set()
+    assert all(reader.result(SOON) > 0 for reader in readers)
+    until(lambda: len(pool_of(mesh)) <= 4, collect=True, within=5)
+
+
+def test_if_there_is_no_memory_a_push_raises_and_the_version_before_stays(
+    make_mesh: MakeMesh,
+) -> None:
+    mesh = make_mesh(workers=2, options={"shared_memory": 3 << 19})  # for two versions
+    learner = Learner(mesh)
+    first, second = Rollout(mesh, 1), Rollout(mesh, 1)
+    learner.push()
+    first.load()
+    learner.push()
+    second.load()
+    for _ in range(3):
+        with pytest.raises(MemoryError, match=r"expected room for 524,352 bytes of shared memory"):
+            learner.push(9)
+    assert first.load() == 2
+    assert first.value == 2
+    assert learner.push(3) == 3
+    assert second.load() == 3
+
+
+def test_without_shared_memory_versions_go_by_messages(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh(workers=2, options={"shared_memory": 0})
+    learner, rollout = Learner(mesh), Rollout(mesh, 1)
+    for version in (1, 2, 3):
+        learner.push()
+        assert rollout.load() == version
+        assert rollout.value == version
+    assert segments_mapped() == []
+
+
+def test_what_is_closed_returns_its_memory(mesh: Mesh) -> None:
+    learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
+    learner.push()
+    for rollout in rollouts:
+        rollout.load()
+    pool = pool_of(mesh)
+    mesh.run(1, rollouts[0].subscriber.close)
+    mesh.run(0, learner.published.close)
+    until(lambda: pool.lent == 1, collect=True)
+    del rollout, rollouts  # dropped, not closed
+    until(lambda: pool.lent == 0, collect=True)
+    pool_of(mesh).close_idle(float("inf"))
+    until_mapped(0)
+
+
+def test_a_worker_that_leaves_with_a_version_does_not_hold_up_the_others(
+    mesh: Mesh,
+) -> None:
+    learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
+    for version in range(1, 4):
+        learner.push()
+        assert [rollout.load() for rollout in rollouts] == [version] * 2
+    mesh.agent(2).close()
+    until(lambda: len(mesh.agent(0).membership.lost) == 1)
+    for version in range(4, 10):
+        learner.push()
+        assert rollouts[0].load() == version
+        assert rollouts[0].value == version
+    assert len(pool_of(mesh)) <= 3
+
+
+@pytest.mark.system
+def test_a_reader_that_has_forked_keeps_what_it_read(mesh: Mesh) -> None:
+    learner, rollout = Learner(mesh), Rollout(mesh, 1)
+    learner.push()
+    rollout.load()
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for version in range(2, 8):
+        learner.push()
+        assert rollout.load() == version
+        assert rollout.value == version
+
+
+def test_two_publications_do_not_mix(mesh: Mesh) -> None:
+    learners = [Learner(mesh, 0, "p"), Learner(mesh, 1, "q", count=5)]
+    rollouts = [Rollout(mesh, 2, "p"), Rollout(mesh, 2, "q", count=5)]
+    for version in range(1, 4):
+        for i, learner in enumerate(learners):
+            learner.push(10 * version + i)
+        assert [rollout.load() for rollout in rollouts] == [version] * 2
+        assert [rollout.value for rollout in rollouts] == [10 * version, 10 * version + 1]
+
+
+def test_a_model_on_another_device_is_copied_to_it(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        meta = {"a": torch.zeros(3, device="meta")}
+        published = zrpc.nn.publish("m", {"a": torch.ones(3)})
+        published.push()
+        assert subscribe("m").load_into(meta) == 1
+        published.close()

@@ -1,0 +1,170 @@
+"""How the tensors of a model lie in one flat buffer, and how a model differs from that."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+__all__ = ["Layout", "Model", "tensors_of"]
+
+# What can be published, and loaded: a module, or tensors by name.
+Model = torch.nn.Module | Mapping[str, torch.Tensor]
+
+# So that the part of each dtype is aligned for it, and for the processor.
+_ALIGNMENT_BYTES = 64
+_NAMED_IN_ERROR = 8
+
+
+class _Place(NamedTuple):
+    """Where a tensor lies: at which place among those of its dtype, and with which shape."""
+
+    dtype: torch.dtype
+    number: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """All elements of one dtype: where they begin, in bytes, and how many each tensor has."""
+
+    start: int
+    counts: list[int]
+
+
+class Layout:
+    """The places of named tensors in a flat buffer, which has a part for each dtype.
+
+    Names of one tensor (tied parameters) share a place.
+
+    Args:
+        tensors: by name, as `tensors_of` returns them.
+
+    Attributes:
+        size: the number of bytes of the buffer.
+    """
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._places: dict[str, _Place] = {}
+        counts: dict[torch.dtype, list[int]] = {}
+        known: dict[Any, _Place] = {}
+        for name, tensor in tensors.items():
+            # Names of tied parameters may come with tensors of their own over the same memory.
+            same = (tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride())
+            place = known.get(same)
+            if place is None:
+                of_dtype = counts.setdefault(tensor.dtype, [])
+                place = _Place(tensor.dtype, len(of_dtype), tuple(tensor.shape))
+                of_dtype.append(tensor.numel())
+                if tensor.numel():
+                    known[same] = place
+            self._places[name] = place
+        self.size = 0
+        self._parts: dict[torch.dtype, _Part] = {}
+        for dtype, each in counts.items():
+            self._parts[dtype] = _Part(self.size, each)
+            size = sum(each) * dtype.itemsize
+            self.size += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+    def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Returns the tensors in a flat buffer, by name; they share its memory.
+
+        Args:
+            flat: ``size`` bytes.
+        """
+        parts = {}
+        for dtype, part in self._parts.items():
+            end = part.start + sum(part.counts) * dtype.itemsize
+            parts[dtype] = torch.split(flat[part.start : end].view(dtype), part.counts)
+        return {
+            name: parts[place.dtype][place.number].view(place.shape)
+            for name, place in self._places.items()
+        }
+
+    def check(self, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+        """Compares a model with this one.
+
+        Args:
+            tensors: those of the model.
+            what: the name of this layout, for the error.
+
+        Raises:
+            ValueError: names, shapes or dtypes differ; the error lists the differences.
+        """
+        places = self._places
+        if tensors.keys() == places.keys() and all(
+            tensor.shape == places[name].shape and tensor.dtype == places[name].dtype
+            for name, tensor in tensors.items()
+        ):
+            return
+        found = "; ".join(
+            f"{kind}: {_listed(names)}" for kind, names in self._differences(tensors) if names
+        )
+        raise ValueError(f"expected a model with the tensors of {what}, found {found}")
+
+    def _differences(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, list[str]]]:
+        places = self._places
+        yield "missing", [name for name in places if name not in tensors]
+        yield "unexpected", [name for name in tensors if name not in places]
+        both = [(name, tensors[name], places[name]) for name in places if name in tensors]
+        yield (
+            "shape",
+            [
+                f"{name} {tuple(tensor.shape)} instead of {place.shape}"
+                for name, tensor, place in both
+                if tensor.shape != place.shape
+            ],
+        )
+        yield (
+            "dtype",
+            [
+                f"{name} {tensor.dtype} instead of {place.dtype}"
+                for name, tensor, place in both
+                if tensor.dtype != place.dtype
+            ],
+        )
+
+
+def _listed(names: list[str]) -> str:
+    left = len(names) - _NAMED_IN_ERROR
+    return ", ".join(names[:_NAMED_IN_ERROR]) + (f" and {left} more" if left > 0 else "")
+
+
+def tensors_of(model: Model) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model by name: the memory itself, not copies.
+
+    Of a module these are its parameters and those buffers that ``state_dict`` has, a tied parameter
+    under each of its names.
+
+    Raises:
+        TypeError: it is no module or mapping, or has something that isn't a plain tensor.
+    """
+    if isinstance(model, torch.nn.Module):
+        tensors = dict(_tensors_of_module(model))
+    elif isinstance(model, Mapping):
+        tensors = dict(model)
+    else:
+        raise TypeError(
+            f"expected an nn.Module or a mapping of names to tensors, found a {type(model)}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"expected a tensor as {name}, found a {type(tensor)}")
+        if torch.nn.parameter.is_lazy(tensor):
+            raise TypeError(f"expected {name} to be initialized: call the module once before")
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise TypeError(f"expected a dense tensor as {name}, found {tensor.layout}")
+    return tensors
+
+
+def _tensors_of_module(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for path, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        left_out = module._non_persistent_buffers_set
+        # The methods of the base class: those of a RemoteModule ask another worker.
+        yield from torch.nn.Module.named_parameters(module, prefix[:-1], False, False)
+        for name, buffer in torch.nn.Module.named_buffers(module, prefix[:-1], False, False):
+            if name.removeprefix(prefix) not in left_out:
+                yield name, buffer
