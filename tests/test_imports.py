@@ -62,6 +62,8 @@ NEIGHBOURS = {
     ("groups", "shm"),
     ("inspection", "actors"),
     ("inspection", "rref"),
+    ("names", "actors"),
+    ("names", "rref"),
     ("rref", "actors"),
     ("streams", "rref"),
     ("tracing", "autograd"),
@@ -85,9 +87,9 @@ _SURFACE = {
         collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
         groups.future groups.gathering groups.group groups.service inspection.discovery
         inspection.rates inspection.report inspection.service inspection.snapshot
-        metrics.service queue.service rref.rref rref.service shm.segments shm.service
-        streams.service streams.stream tracing.service weights.publisher
-        weights.service weights.subscriber""",
+         metrics.service names.claims names.service queue.service rref.rref rref.service
+         shm.segments shm.service streams.service streams.stream tracing.service
+         weights.publisher weights.service weights.subscriber""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
@@ -290,6 +292,8 @@ FORBIDDEN = {
     # The rules are without I/O.
     "zrpc.services.rref.protocol": IO,
     "zrpc.services.rref.messages": IO,
+    "zrpc.services.names.messages": IO,
+    "zrpc.services.names.registry": IO,
     "zrpc.membership.failure_detector": IO,
     "zrpc.services.inspection.wait_graph": IO,
     "zrpc.services.inspection.questions": IO,

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from zrpc.membership.worker_info import WorkerInfo as WorkerInfo
     from zrpc.mesh import all_gather as all_gather
     from zrpc.mesh import barrier as barrier
+    from zrpc.mesh import get_actor as get_actor
     from zrpc.mesh import get_worker_infos as get_worker_infos
     from zrpc.mesh import is_initialized as is_initialized
     from zrpc.mesh import on_worker_joined as on_worker_joined
@@ -99,7 +100,7 @@ _NAMES = {
     "zrpc.groups": "each group share split",
     "zrpc.launch.processes": "spawn",
     "zrpc.membership.worker_info": "WorkerInfo",
-    "zrpc.mesh": """all_gather barrier get_worker_infos is_initialized on_worker_joined
+    "zrpc.mesh": """all_gather barrier get_actor get_worker_infos is_initialized on_worker_joined
         on_worker_lost session set_rpc_timeout span stats trace world_size""",
     "zrpc.options": """ProcessGroupRpcBackendOptions RpcBackendOptions
         TensorPipeRpcBackendOptions ZmqRpcBackendOptions""",

@@ -29,14 +29,12 @@ class ActorOptions:
 
     Attributes:
         concurrency: how many calls run at once.
-        restart: whether the worker that made an actor makes it again when its owner was restarted.
         title: the name of the class.
         beside: how many calls of a method run at once beside the others, by its name; 0 means no
             limit.
     """
 
     concurrency: int
-    restart: bool
     title: str
     beside: Mapping[str, int]
 
@@ -47,29 +45,29 @@ class ActorClass(Generic[T]):
     It is what a worker sends to the one that makes an actor, which may not know of the mark.
     """
 
-    def __init__(self, cls: Callable[..., T], concurrency: int, restart: bool) -> None:
+    def __init__(self, cls: Callable[..., T], concurrency: int) -> None:
         self.cls = cls
         self.__name__ = getattr(cls, "__name__", type(cls).__name__)
         self.__qualname__ = getattr(cls, "__qualname__", self.__name__)
         self.__module__ = getattr(cls, "__module__", __name__)
-        setattr(self, _OPTIONS, (concurrency, restart))
+        setattr(self, _OPTIONS, concurrency)
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Makes an instance of the class."""
         return self.cls(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return ActorClass, (self.cls, *getattr(self, _OPTIONS))
+        return ActorClass, (self.cls, getattr(self, _OPTIONS))
 
     def __repr__(self) -> str:
         return f"<actor class {self.__qualname__}>"
 
 
 @overload
-def actor(cls: type[T], *, concurrency: int = ..., restart: bool = ...) -> type[T]: ...
+def actor(cls: type[T], *, concurrency: int = ...) -> type[T]: ...
 @overload
-def actor(*, concurrency: int = ..., restart: bool = ...) -> Callable[[C], C]: ...
-def actor(cls: Any = None, *, concurrency: int | None = None, restart: bool | None = None) -> Any:
+def actor(*, concurrency: int = ...) -> Callable[[C], C]: ...
+def actor(cls: Any = None, *, concurrency: int | None = None) -> Any:
     """Makes the instances of a class actors: by default they run one call at a time.
 
     It is a decorator. An instance that `zrpc.remote` or ``RRef`` has made then begins the calls of
@@ -83,8 +81,6 @@ def actor(cls: Any = None, *, concurrency: int | None = None, restart: bool | No
         cls: the class.
         concurrency: how many calls run at once, in threads or, for ``async def`` methods, by
             turns at each ``await``. Default: 1, also across the ``await`` of a method.
-        restart: whether the worker that made an actor makes it again, with the same arguments,
-            when the actor's worker was restarted. Default: False.
 
     Raises:
         ValueError: ``concurrency`` is not a positive number.
@@ -113,21 +109,20 @@ def actor(cls: Any = None, *, concurrency: int | None = None, restart: bool | No
             f"expected a concurrency of 1 or more, how many calls an actor runs at once, got "
             f"{concurrency!r}"
         )
-    marks = (concurrency or 1, bool(restart))
     if cls is None:
-        return lambda decorated: _marked(decorated, marks)
-    if concurrency is None and restart is None:
-        return _marked(cls, marks)
+        return lambda decorated: _marked(decorated, concurrency or 1)
+    if concurrency is None:
+        return _marked(cls, 1)
     _check_class(cls)
-    return ActorClass(cls, *marks)
+    return ActorClass(cls, concurrency)
 
 
-def _marked(cls: Any, marks: tuple[int, bool]) -> Any:
+def _marked(cls: Any, concurrency: int) -> Any:
     _check_class(cls)
     try:
-        setattr(cls, _OPTIONS, marks)
+        setattr(cls, _OPTIONS, concurrency)
     except TypeError:  # a class that is written in C
-        return ActorClass(cls, *marks)
+        return ActorClass(cls, concurrency)
     return cls
 
 
@@ -183,25 +178,25 @@ def options_of(cls: Any, instance: Any = None) -> ActorOptions | None:
         cls: a class, or something else that can be called.
         instance: what it has made, whose own class counts too.
     """
-    found = _marks(cls) or (None if instance is None else _marks(type(instance)))
+    found = _mark(cls) or (None if instance is None else _mark(type(instance)))
     if found is None:
         return None
     made = type(instance) if instance is not None else getattr(cls, "cls", cls)
-    return ActorOptions(*found, getattr(made, "__name__", str(made)), _methods_beside(made))
+    return ActorOptions(found, getattr(made, "__name__", str(made)), _methods_beside(made))
 
 
 def as_actor_class(function: Any) -> Any:
-    """Returns what to send in place of a marked class: its marks go with it. Others stay."""
-    marks = _marks(function)
-    if marks is None or type(function) is ActorClass:
+    """Returns what to send in place of a marked class: its mark goes with it. Others stay."""
+    concurrency = _mark(function)
+    if concurrency is None or type(function) is ActorClass:
         return function
-    return ActorClass(function, *marks)
+    return ActorClass(function, concurrency)
 
 
-def _marks(cls: Any) -> tuple[int, bool] | None:
+def _mark(cls: Any) -> int | None:
     # Not by getattr: an instance of a marked class may be called, too, and makes no actor.
     if isinstance(cls, type) or type(cls) is ActorClass:
-        found: tuple[int, bool] | None = getattr(cls, _OPTIONS, None)
+        found: int | None = getattr(cls, _OPTIONS, None)
         return found
     return None
 

@@ -32,6 +32,7 @@ from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeou
 from zrpc.services.collectives import Collectives
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.group import RRefGroup, WorkerGroup
+from zrpc.services.names.claims import make_named
 from zrpc.services.rref.rref import RRef
 from zrpc.wire.kind import Kind
 
@@ -311,11 +312,25 @@ def rpc_async(
 
 @overload
 def remote(
-    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+    *,
+    name: str | None = ...,
+    exist_ok: bool = ...,
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To,
+    func: Function[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: float = ...,
+    *,
+    name: str | None = ...,
+    exist_ok: bool = ...,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -331,6 +346,9 @@ def remote(
     args: Args = None,
     kwargs: Kwargs = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    name: str | None = None,
+    exist_ok: bool = False,
 ) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker, and returns an `RRef` at once.
 
@@ -338,15 +356,32 @@ def remote(
     fails, or takes longer than ``timeout``, you get the error when you use the RRef. For a group,
     it returns a group of RRefs.
 
+    With a ``name``, it first waits until the result has that name, which is unique in the mesh.
+    `zrpc.get_actor` finds it on any worker. The name keeps the result alive, until it is stopped,
+    or its owner leaves or dies. If the function fails, the name is free again. If the name is
+    taken, RpcError says by what; with ``exist_ok`` the RRef of that is returned instead, and the
+    owner, function and arguments are ignored. See :doc:`/how-to/actors`.
+
     Example:
         >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
         >>> rref.to_here()
         tensor([4., 4.])
+        >>> remote("worker1", dict, name="settings").is_owner()
+        False
 
     See also ``torch.distributed.rpc.remote``.
     """
     agent = current_agent()
     body = _body(func, args, kwargs)
+    if name is not None:
+        if isinstance(to, Group):
+            raise ValueError(
+                f"expected one worker for the name {name!r}, got a group: make each member's actor "
+                "by its own call of remote, with its own name"
+            )
+        return make_named(agent, agent.membership.find(to), body, timeout, name, exist_ok)
+    if exist_ok:
+        raise ValueError("expected a name with exist_ok=True, got none: pass name=...")
     if isinstance(to, Group):
         return to.create(body, timeout)
     return RRef._create(agent, agent.membership.find(to), body, timeout)

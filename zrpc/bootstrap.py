@@ -47,6 +47,7 @@ from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
+from zrpc.services.names.service import NameService
 from zrpc.services.queue.service import QueueService
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
@@ -63,6 +64,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     SharedMemoryService,
     plug_in_rrefs,
     ActorService,
+    NameService,
     GroupService,
     StreamService,
     AutogradService,

@@ -16,15 +16,18 @@ from zrpc.agent.current import agent_that_is_set, current_agent, find_agent, lat
 from zrpc.agent.stats import Stats, take_stats
 from zrpc.api import init_rpc, shutdown
 from zrpc.backend_registry import BackendType
-from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
+from zrpc.services.names.claims import find_named
+from zrpc.services.rref.rref import RRef
 from zrpc.services.tracing.service import DEFAULT_RECORDS, trace_mesh
 
 __all__ = [
     "all_gather",
     "barrier",
+    "get_actor",
     "get_worker_infos",
     "is_initialized",
     "on_worker_joined",
@@ -98,6 +101,32 @@ def is_initialized() -> bool:
         True
     """
     return find_agent() is not None
+
+
+def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
+    """Returns the actor that was made with a name, by any worker; waits until there is one.
+
+    The actor may still be being made then: its calls wait for that, and so does ``rref.to_here()``.
+
+    Args:
+        name: as in `zrpc.remote`.
+        timeout: seconds; 0 means no limit. Default: the default timeout of all calls.
+
+    Raises:
+        RpcTimeoutError: there was none in time.
+        NotInitializedError: this process is not a worker.
+        ValueError: the name is empty, or no string.
+
+    May be called from any thread, handlers included.
+
+    Example:
+        >>> made = remote("worker1", list, args=([1, 2],), name="numbers")
+        >>> get_actor("numbers", timeout=10).rpc_sync().index(2)
+        1
+        >>> get_actor("numbers") == made
+        True
+    """
+    return find_named(current_agent(), name, timeout)
 
 
 def get_worker_infos() -> list[WorkerInfo]:

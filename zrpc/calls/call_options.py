@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypedDict
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.errors import WorkerDied
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 
 __all__ = ["CallOptions", "Order"]
 
@@ -27,9 +27,11 @@ class CallOptions(TypedDict, total=False):
         holds: lives until the call is settled.
         died: the error if the peer is lost first.
         order: numbers the call and puts it into the table, instead of flow control.
+        more: further extensions, if there is one.
     """
 
     extension: tuple[int, bytes] | None
     holds: Any
     died: type[WorkerDied]
     order: Order | None
+    more: Extensions

@@ -57,7 +57,7 @@ from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninter
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.kind import METERED, Kind, Tag
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 
 __all__ = ["Caller", "Receiver"]
 
@@ -243,6 +243,7 @@ class Caller:
         holds: Any = None,
         died: type[WorkerDied] = WorkerDied,
         order: Order | None = None,
+        more: Extensions = (),
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
@@ -262,8 +263,8 @@ class Caller:
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:
-                more = () if extension is None else (extension,)
-                message.extensions = [*message.extensions, *more, *hops]
+                first = () if extension is None else (extension,)
+                message.extensions = [*message.extensions, *first, *more, *hops]
             scope = current_scope()
             if scope is not None and (bounded := scope.bounded(timeout)) != timeout:
                 timeout, limit = bounded, scope

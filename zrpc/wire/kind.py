@@ -75,6 +75,10 @@ class Kind(IntEnum):
     STOP = 37, Rules(answered=True)  # ends an actor
     # Calls that wait for actors of the receiver's are part of a circle, as JSON.
     CIRCLE = 38, Rules(counted=False)
+    # Who has the name of an actor; see `zrpc.services.names.registry`. It may be sent again at any
+    # time.
+    NAMES = 40, Rules(counted=False)
+    NAMED = 41  # whether a new actor has the name that its maker wants
     # A call of a generator; its items come before its answer.
     STREAM = 44, Rules(answered=True, metered=True, droppable=True)
     ITEMS = 45  # a batch of the items of a stream
@@ -96,6 +100,7 @@ class Tag(IntEnum):
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
     COMMON = 16  # the shared segments that other messages name as well, and where in them
+    NAMING = 24  # of a REMOTE: the name of the actor that it makes
     STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
 

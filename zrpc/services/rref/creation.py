@@ -17,7 +17,7 @@ from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 
 __all__ = ["Creation", "error_of_creation"]
 
@@ -61,6 +61,7 @@ class Creation:
         subject_id: RRefId | None = None,
         holds: Any = None,
         order: CallOrder | None = None,
+        more: Extensions = (),
     ) -> OwnedValue | None:
         """Sends the call; returns the value if this worker is the owner.
 
@@ -72,6 +73,7 @@ class Creation:
             subject_id: the value whose method is called; None for a function.
             holds: lives until the call is settled.
             order: numbers the call, if the subject is an actor.
+            more: extensions of the message.
         """
         # The owner has no fork, but the message has room for one.
         ids = [self.rref_id, self.fork_id or self.rref_id]
@@ -89,6 +91,7 @@ class Creation:
                 extension=(Tag.SUBJECT, pack_ids(ids)),
                 holds=holds,
                 order=order,
+                more=more,
             )
         except BaseException:
             self._take_back()

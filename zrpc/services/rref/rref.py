@@ -31,7 +31,7 @@ from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.message import Message
+from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
@@ -120,6 +120,16 @@ class RRef(Generic[T]):
         return rref
 
     @classmethod
+    def _at_owner(cls, service: RRefService, rref_id: RRefId, actor: str = "") -> RRef[Any]:
+        """Makes one more handle of a value that this worker owns; of an actor with its class."""
+        rref: RRef[Any] = cls.__new__(cls)
+        value, owner = service.retain_value(rref_id), service.agent.worker_info
+        rref._fill(service, rref_id, None, owner, value)
+        if actor:
+            rref._order = service.order_of(rref_id, actor, owner)
+        return rref
+
+    @classmethod
     def _create(
         cls,
         agent: Agent,
@@ -127,15 +137,18 @@ class RRef(Generic[T]):
         body: Any,
         timeout: float,
         subject: RRef[Any] | None = None,
+        rref_id: RRefId | None = None,
+        more: Extensions = (),
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
-        value comes first.
+        value comes first. The id of the value may be drawn already, and ``more`` extends the
+        message.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
-        rref_id, drawn = service.new_id(), service.new_id()
+        rref_id, drawn = rref_id or service.new_id(), service.new_id()
         fork_id = None if to.member_id == service.member else drawn
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
@@ -147,7 +160,9 @@ class RRef(Generic[T]):
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
         order = None if subject is None else subject._order
-        rref._value = creation.start(body, timeout, subject_id, holds=subject, order=order)
+        rref._value = creation.start(
+            body, timeout, subject_id, holds=subject, order=order, more=more
+        )
         return rref
 
     def fail(self, error: Exception | Message) -> None:

@@ -1,0 +1,334 @@
+"""Actors that are made under a name, and found by it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import pytest
+
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.waiting import SOON, until
+from zrpc.services.names.service import NameService
+from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
+
+WORKERS = ["worker0", "worker1", "worker2"]
+
+
+class Made:
+    """Counts how often it is made, and which instances live."""
+
+    count = 0
+    lock = threading.Lock()
+    living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
+
+    def __init__(self, value: Any = None) -> None:
+        with Made.lock:
+            Made.count += 1
+        Made.living.add(self)
+        self.value = value
+
+    def get(self) -> Any:
+        return self.value
+
+
+@pytest.fixture(autouse=True)
+def _start_counting() -> None:
+    Made.count = 0
+
+
+class Failing:
+    def __init__(self) -> None:
+        Made()
+        raise KeyError("the constructor's own error")
+
+
+def make(to: str, value: Any = None, name: str = "replay", **more: Any) -> Any:
+    return rpc.remote(to, Made, args=(value,), name=name, **more)
+
+
+def make_and_forget() -> None:
+    rpc.remote("worker1", rpc.actor(Made, concurrency=1), name="replay")
+
+
+def get(name: str = "replay", timeout: float = SOON) -> Any:
+    return rpc.get_actor(name, timeout).rpc_sync().get()
+
+
+def names_held(mesh: Mesh) -> list[int]:
+    services = [mesh.agent(worker).service(NameService) for worker in WORKERS]
+    return [service.stats()["names_held"] for service in services]
+
+
+# -- names -----------------------------------------------------------------------------------
+
+
+def test_an_actor_is_found_by_its_name_on_any_worker(mesh: Mesh) -> None:
+    made = mesh.run(0, make, "worker1", 5)
+    assert mesh.run_all(get) == [5, 5, 5]
+    assert mesh.run(0, rpc.get_actor, "replay") == made
+    assert mesh.run(1, lambda: rpc.get_actor("replay").is_owner())
+    assert mesh.run(1, lambda: rpc.get_actor("replay").local_value().value) == 5
+
+
+@pytest.mark.parametrize("owner", WORKERS)
+def test_a_name_that_is_taken_is_refused_with_who_has_it(mesh: Mesh, owner: str) -> None:
+    mesh.run(2, make, owner)
+    for maker, to in ((0, "worker1"), (2, owner)):
+        with pytest.raises(rpc.RpcError) as caught:
+            mesh.run(maker, make, to)
+        assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in str(
+            caught.value
+        )
+        assert caught.value.executed is False
+    assert Made.count == 1
+    mesh.run(0, make, "worker1", name="another")
+
+
+def test_a_name_is_taken_before_the_constructor_runs(mesh: Mesh) -> None:
+    gate = Gate()
+
+    class Slow(Made):
+        def __init__(self) -> None:
+            gate.wait_inside()
+            super().__init__("slow")
+
+    mesh.run(0, lambda: rpc.remote("worker1", Slow, name="replay"))
+    gate.await_entry()
+    with pytest.raises(rpc.RpcError, match=r"is taken by .*Slow on worker1"):
+        mesh.run(2, make, "worker2")
+    future = mesh.submit(2, get)
+    gate.open()
+    assert future.result(SOON) == "slow"
+
+
+def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
+    mesh.run(0, make_and_forget)
+    gc.collect()
+    assert mesh.run(2, get) is None
+    [actor] = Made.living
+    gone = weakref.ref(actor)
+    del actor
+    mesh.run(2, lambda: rpc.get_actor("replay").stop(SOON))
+
+    def is_gone() -> bool:
+        gc.collect()
+        return gone() is None
+
+    until(is_gone)
+    mesh.run(2, make, "worker2", "next")
+    assert mesh.run(0, get) == "next"
+    assert names_held(mesh) == [0, 0, 1]
+
+
+def test_a_name_is_free_if_the_constructor_fails(mesh: Mesh) -> None:
+    failed = mesh.run(0, lambda: rpc.remote("worker1", Failing, name="replay"))
+    with pytest.raises(KeyError, match="own error"):
+        mesh.run(0, failed.to_here)
+    until(lambda: names_held(mesh) == [0, 0, 0])
+    mesh.run(2, make, "worker2", "next")
+    assert mesh.run(0, get) == "next"
+
+
+def test_arguments_that_cannot_be_pickled_take_no_name(mesh: Mesh) -> None:
+    with pytest.raises(rpc.SerializationError):
+        mesh.run(0, make, "worker1", threading.Lock())
+    mesh.run(0, make, "worker1", 3)
+    assert mesh.run(0, get) == 3
+
+
+def test_arguments_that_cannot_be_unpickled_leave_the_name_free(mesh: Mesh) -> None:
+    failed = mesh.run(0, make, "worker1", Unreadable())
+    with pytest.raises(rpc.SerializationError):
+        mesh.run(0, failed.to_here)
+    until(lambda: names_held(mesh) == [0, 0, 0])
+    mesh.run(0, make, "worker1", 3)
+
+
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+@pytest.mark.parametrize("name", ["", 5, "n" * 1025, b"bytes"])
+def test_a_name_of_another_form_is_refused(mesh: Mesh, name: Any) -> None:
+    with pytest.raises(ValueError, match="expected the name of an actor"):
+        mesh.run(0, make, "worker1", name=name)
+    with pytest.raises(ValueError, match="expected the name of an actor"):
+        mesh.run(0, rpc.get_actor, name)
+
+
+def test_exist_ok_needs_a_name(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="expected a name with exist_ok"):
+        mesh.run(0, lambda: rpc.remote("worker1", Made, exist_ok=True))
+
+
+def test_a_group_cannot_share_a_name(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="expected one worker for the name 'replay', got a group"):
+        mesh.run(0, lambda: rpc.remote(rpc.group("worker*"), Made, name="replay"))
+
+
+def test_any_text_is_a_name(mesh: Mesh) -> None:
+    mesh.run(0, make, "worker1", 1, name="Ä /\n'\"🙂")
+    assert mesh.run(2, get, "Ä /\n'\"🙂") == 1
+
+
+@rpc.actor
+class Log:
+    """Is made only when the gate is open."""
+
+    def __init__(self, gate: Gate) -> None:
+        gate.wait_inside()
+        self.lines: list[int] = []
+
+    def write(self, line: int) -> list[int]:
+        self.lines.append(line)
+        return list(self.lines)
+
+
+def test_calls_of_an_actor_that_is_found_begin_in_order(mesh: Mesh) -> None:
+    gate = Gate()
+    mesh.run(0, lambda: rpc.remote("worker1", Log, (gate,), name="replay"))
+    gate.await_entry()
+
+    def write() -> Any:
+        log = rpc.get_actor("replay", SOON)
+        futures = [log.rpc_async().write(line) for line in range(20)]
+        gate.open()
+        return futures[-1].wait()
+
+    assert mesh.run(2, write) == list(range(20))
+    with pytest.raises(rpc.RpcError, match="is taken by Log on worker1"):
+        mesh.run(2, make, "worker2")
+    mesh.run(0, lambda: rpc.get_actor("replay").stop(SOON))
+    mesh.run(2, make, "worker2")
+
+
+# -- exist_ok --------------------------------------------------------------------------------
+
+
+def test_of_many_makers_with_exist_ok_one_constructor_runs(mesh: Mesh) -> None:
+    def share(number: int) -> Any:
+        return make(WORKERS[number % 3], number, exist_ok=True).rpc_sync().get()
+
+    futures = [mesh.submit(number % 3, share, number // 3) for number in range(24)]
+    assert len({future.result(SOON) for future in futures}) == 1
+    assert Made.count == 1
+    assert sum(names_held(mesh)) == 1
+
+
+def test_the_error_of_the_one_constructor_goes_to_all_makers(mesh: Mesh) -> None:
+    gate = Gate()
+
+    class Slow(Failing):
+        def __init__(self) -> None:
+            gate.wait_inside()
+            super().__init__()
+
+    def share(to: str) -> Any:
+        return rpc.remote(to, Slow, name="replay", exist_ok=True)
+
+    rrefs = [mesh.run(worker, share, worker) for worker in WORKERS]
+    gate.open()
+    for worker, rref in zip(WORKERS, rrefs, strict=True):
+        with pytest.raises(KeyError, match="own error"):
+            mesh.run(worker, rref.to_here)
+    assert Made.count == 1
+
+
+# -- get_actor -------------------------------------------------------------------------------
+
+
+def test_get_actor_waits_until_the_name_exists(mesh: Mesh) -> None:
+    searches = [mesh.submit(worker, lambda: rpc.rpc_sync("worker1", get)) for worker in (0, 1)]
+    mesh.run(2, make, "worker1", 7)
+    assert [search.result(SOON) for search in searches] == [7, 7]
+
+
+def test_get_actor_says_that_there_is_none_in_time(mesh: Mesh) -> None:
+    with pytest.raises(rpc.RpcTimeoutError, match=r"'replay' within 0.05 s, found none") as caught:
+        mesh.run(0, rpc.get_actor, "replay", 0.05)
+    assert caught.value.executed is False
+    for worker in WORKERS:
+        service = mesh.agent(worker).service(NameService)
+        until(lambda service=service: not service._registry._waiting)
+        assert not service._followers
+        assert not service._waiting
+
+
+ended = threading.Event()
+
+
+def search_long() -> None:
+    try:
+        rpc.get_actor("replay", timeout=1000)
+    except rpc.RpcTimeoutError:
+        ended.set()
+
+
+def test_get_actor_in_a_handler_waits_no_longer_than_its_caller(mesh: Mesh) -> None:
+    with pytest.raises(rpc.RpcTimeoutError):
+        mesh.run(0, lambda: rpc.rpc_sync("worker1", search_long, timeout=0.3))
+    assert ended.wait(SOON)
+
+
+def test_handlers_that_search_hold_up_no_others(mesh: Mesh) -> None:
+    def search_often() -> list[Any]:
+        return [rpc.rpc_async("worker1", get) for _ in range(40)]
+
+    searches = mesh.run(0, search_often)
+    mesh.run(2, lambda: rpc.rpc_sync("worker1", make, args=("worker1", 1)))
+    assert mesh.run(0, rpc.wait_all, searches) == [1] * 40
+
+
+def test_shutdown_ends_a_search(mesh: Mesh) -> None:
+    agent = mesh.agent("worker2")
+    with ThreadPoolExecutor(1) as pool:
+
+        def search() -> None:
+            with agent.as_current(), pytest.raises(rpc.NotInitializedError):
+                rpc.get_actor("replay", timeout=1000)
+
+        future = pool.submit(search)
+        until(lambda: agent.service(NameService)._waiting)
+        agent.close()
+        future.result(SOON)
+
+
+# -- workers that leave ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["worker0", "worker1"])
+def test_a_name_is_free_when_its_owner_leaves(mesh: Mesh, owner: str) -> None:
+    mesh.run(2, make, owner)
+    mesh.run(2, get)
+    search = mesh.submit(2, lambda: (mesh.agent(owner).close(), make("worker2", "next"), get())[-1])
+    assert search.result(SOON) == "next"
+
+
+def test_names_outlive_the_worker_that_granted_them(mesh: Mesh) -> None:
+    mesh.run(1, make, "worker2", 9)
+    search = mesh.submit(1, get, "later")
+    mesh.run(2, get)
+    mesh.agent("worker0").close()
+    assert mesh.run(2, get) == 9
+    with pytest.raises(rpc.RpcError, match="is taken by Made on worker2"):
+        mesh.run(2, make, "worker1")
+    mesh.run(2, make, "worker2", 10, name="later")
+    assert search.result(SOON) == 10
+
+
+def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: Mesh) -> None:
+    service = mesh.agent("worker0").service(NameService)
+    with service._lock:  # it grants nothing
+        future = mesh.submit(2, make, "worker1")
+        until(lambda: mesh.agent("worker1").service(NameService)._registry.claiming)
+        mesh.agent("worker1").close()
+    with pytest.raises(rpc.WorkerDied, match="worker1"):
+        future.result(SOON)

@@ -1,0 +1,195 @@
+"""Names against a network that reorders, repeats and loses messages, and workers that die."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.services.names.simulation import (
+    ALL,
+    DEPOSED,
+    WITHOUT_LOSSES,
+    World,
+    run,
+    schedules,
+)
+from zrpc.errors import ProtocolError
+from zrpc.services.names.messages import Ask, Collect, Free, Held, Lose, Naming, Report, parse
+from zrpc.wire.member_id import MemberId
+
+thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SIZES = st.integers(1, 5)
+SEEDS = st.integers(0, 2**16)
+
+
+@pytest.mark.system
+@thorough
+@given(size=SIZES, schedule=schedules(ALL), seed=SEEDS)
+def test_a_name_never_has_two_holders_and_every_claim_ends(
+    size: Any, schedule: Any, seed: Any
+) -> None:
+    run(size, schedule, seed)
+
+
+@pytest.mark.system
+@thorough
+@given(size=st.integers(3, 6), schedule=schedules(DEPOSED, 100), seed=SEEDS)
+def test_a_name_never_has_two_holders_while_one_arbiter_after_the_other_dies(
+    size: Any, schedule: Any, seed: Any
+) -> None:
+    run(size, schedule, seed)
+
+
+@pytest.mark.system
+@thorough
+@given(size=SIZES, schedule=schedules(WITHOUT_LOSSES[:-1]), seed=SEEDS)
+def test_one_claim_of_a_name_is_granted_and_the_others_are_told_by_whom(
+    size: Any, schedule: Any, seed: Any
+) -> None:
+    world = run(size, schedule, seed)
+    names = [name for name, _ in world.grants]
+    assert len(names) == len(set(names))
+    assert world.ended_claims == sum(kind == "claim" for kind, _, _ in schedule)
+
+
+# -- the order of events that each rule is for ---------------------------------------------
+
+
+def mesh_of(size: int) -> World:
+    world = World()
+    for number in range(size):
+        world.add(MemberId(number), map(MemberId, range(size)))
+    return world
+
+
+def deliver(world: World, *kinds: type, to: int | None = None) -> None:
+    """Delivers the messages of these kinds, and those that they lead to."""
+    while packets := [
+        packet
+        for packet in world.packets
+        if isinstance(packet.message, kinds) and to in (None, packet.to)
+    ]:
+        world.packets.remove(packets[0])
+        world.deliver(packets[0])
+
+
+def holders(world: World, name: str) -> list[int]:
+    return [int(member) for member in world.holders(name)]
+
+
+ON_THE_WAY = Ask, Collect, Report
+
+
+def test_a_grant_of_an_arbiter_that_has_died_is_not_accepted_in_a_later_term() -> None:
+    world = mesh_of(3)
+    world.claim(MemberId(2), "a")
+    deliver(world, *ON_THE_WAY)  # worker 0 has granted it, and its answer is in flight
+    world.kill(MemberId(0))
+    world.notice(MemberId(1), MemberId(0))
+    world.claim(MemberId(1), "a")
+    deliver(world, *ON_THE_WAY)
+    assert holders(world, "a") == [1]
+    deliver(world, Held)
+    assert holders(world, "a") == [1]
+    world.finish(random.Random(0))
+    assert holders(world, "a") == [1]
+
+
+def test_an_arbiter_answers_nothing_before_it_has_heard_all_that_live() -> None:
+    world = mesh_of(3)
+    world.claim(MemberId(2), "a")
+    deliver(world, Ask, Collect, Report, Held)
+    assert holders(world, "a") == [2]
+    world.kill(MemberId(0))
+    world.notice(MemberId(1), MemberId(0))
+    world.claim(MemberId(1), "a")
+    deliver(world, Ask, Report, Held)  # but no Collect
+    assert world.ended_claims == 1
+    world.finish(random.Random(0))
+    assert (holders(world, "a"), world.ended_claims) == ([2], 2)
+
+
+def test_an_arbiter_asks_a_worker_that_is_about_to_join() -> None:
+    world = mesh_of(2)
+    world.claim(MemberId(0), "b")
+    deliver(world, Ask, Collect, Report, Held)
+    world.begin_join(MemberId(7))
+    world.members[MemberId(0)].known.add(MemberId(7))
+    world.claim(MemberId(1), "a")
+    deliver(world, Ask, Report, Held)
+    assert holders(world, "a") == []
+    deliver(world, Collect, Report, Held)
+    assert holders(world, "a") == [1]
+
+
+def test_a_worker_with_a_lower_id_that_joins_does_not_depose_the_arbiter() -> None:
+    world = World()
+    for number in (5, 6):
+        world.add(MemberId(number), [MemberId(5), MemberId(6)])
+    world.claim(MemberId(6), "a")
+    deliver(world, Ask, Collect, Report, Held)
+    world.begin_join(MemberId(2))
+    world.find(force=True)
+    world.claim(MemberId(2), "a")
+    world.finish(random.Random(0))
+    assert holders(world, "a") == [6]
+    assert [m for m in world.living if world.members[m].registry._is_arbiter] == [5]
+
+
+def test_two_workers_that_lose_each_other_leave_one_holder_where_both_are_seen() -> None:
+    world = mesh_of(3)
+    world.claim(MemberId(2), "a")
+    deliver(world, Ask, Collect, Report, Held)
+    world.parted = True
+    for at, gone in ((0, 2), (2, 0)):  # both live
+        member = world.members[MemberId(at)]
+        member.known.discard(MemberId(gone))
+        member.found.discard(MemberId(gone))
+        member.registry.on_member_lost(MemberId(gone))
+    world.claim(MemberId(0), "a")  # worker 2 is dead for it
+    assert holders(world, "a") == [0, 2]
+    world.claim(MemberId(2), "b")  # it can't ask worker 0: worker 1 becomes the arbiter
+    deliver(world, Ask, Collect, Report, Held, Lose)
+    assert (holders(world, "a"), holders(world, "b")) == ([0], [2])
+    assert world.members[MemberId(2)].registry.lost == [("a", 1)]
+
+
+def test_a_name_is_free_again_when_its_holder_has_given_it_up_or_died() -> None:
+    world = mesh_of(3)
+    for at in (1, 2, 1):
+        world.claim(MemberId(at), "a")
+        deliver(world, Ask, Collect, Report, Held)
+        assert holders(world, "a") == [at]
+        if at == 1:
+            world.free(MemberId(at), "a")
+            deliver(world, Free)
+        else:
+            world.kill(MemberId(at))
+            world.notice(MemberId(0), MemberId(at))
+
+
+def test_a_claim_that_was_dropped_frees_the_name_when_it_is_granted() -> None:
+    world = mesh_of(2)
+    registry = world.members[MemberId(1)].registry
+    number = registry.ask("a", claims=True)
+    world.settle(MemberId(1))
+    registry.free("a", number)
+    world.finish(random.Random(0))
+    assert holders(world, "a") == []
+    world.claim(MemberId(0), "a")
+    world.finish(random.Random(0))
+    assert holders(world, "a") == [0]
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"[9]", b"[0, 1]", b"{}", b"[5, 3]", b"[" * 100000, b"\xff", b'[2, "a"]']
+)
+def test_what_is_no_message_about_names_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolError, match="expected a message about names"):
+        parse(data)
+    with pytest.raises(ProtocolError, match="expected the name of an actor"):
+        Naming.parse(data)

@@ -1,0 +1,171 @@
+"""What a program does with names: makes actors under them, and finds these.
+
+Nothing here is part of the protocol: the members agree on who has a name (see
+`zrpc.services.names.registry`), and the rest is calls as any program makes them.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from zrpc.actors import options_of
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
+from zrpc.calls.function_names import name_of
+from zrpc.calls.future import Future
+from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied
+from zrpc.functions import async_execution
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.names.messages import Holder, Naming
+from zrpc.services.names.service import NameService
+from zrpc.services.names.waiting import Deadline, Waiting
+from zrpc.services.rref.rref import RRef
+from zrpc.services.rref.service import RRefService
+from zrpc.wire.kind import Kind, Tag
+
+__all__ = ["find_named", "make_named"]
+
+_MAX_NAME = 1024
+
+
+def make_named(
+    agent: Agent, to: WorkerInfo, body: Any, timeout: float, name: str, exist_ok: bool
+) -> RRef[Any]:
+    """Makes an actor under a name; returns when it has the name.
+
+    Args:
+        agent: of this worker.
+        to: the owner.
+        body: the function or class, args and kwargs.
+        timeout: of the claim, and of the call that makes the actor.
+        name: the name.
+        exist_ok: return the actor that has the name, if there is one.
+
+    Raises:
+        RpcError: the name is taken.
+        RpcTimeoutError: the name could not be claimed in time.
+        WorkerDied: the owner is lost.
+        ValueError: a name of this form is not allowed.
+    """
+    _check(name)
+    deadline, past = Deadline(agent, timeout), None
+    while True:
+        rref, holder = _claim(agent, to, body, timeout, deadline, name, past)
+        if holder is None:
+            return rref
+        found = _ask_holder(agent, name, holder, exist_ok, deadline)
+        if found is None:
+            past = holder  # it has given the name up, or is lost: wait for the next
+            continue
+        if exist_ok:
+            other: RRef[Any] = found[1]
+            return other
+        error = RpcError(
+            f"the name {name!r} is taken by {found[0]}: call stop() on that actor, take "
+            "another name, or pass exist_ok=True to share it"
+        )
+        error.executed = False
+        raise error
+
+
+def find_named(agent: Agent, name: str, timeout: float) -> RRef[Any]:
+    """Waits until an actor has a name; returns a reference to it.
+
+    Raises:
+        RpcTimeoutError: no actor had it in time.
+        ValueError: a name of this form is not allowed.
+    """
+    _check(name)
+    deadline, past = Deadline(agent, timeout), None
+    while True:
+        past = _await_holder(agent, name, past, deadline)
+        found = _ask_holder(agent, name, past, True, deadline)
+        if found is not None:
+            rref: RRef[Any] = found[1]
+            return rref
+
+
+def _await_holder(agent: Agent, name: str, past: Holder | None, deadline: Deadline) -> Holder:
+    """Waits until a name has a holder, other than ``past``."""
+    service = agent.service(NameService)
+    waiting: Waiting[Holder] = Waiting(deadline, partial(_not_found, name, deadline))
+    with service.waits(waiting):
+        number = service.ask(name, lambda holder, _: waiting.answer(holder), past=past)
+        try:
+            return waiting.get()
+        finally:
+            service.drop_question(name, number)
+
+
+def _check(name: object) -> None:
+    if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME:
+        raise ValueError(
+            f"expected the name of an actor, of 1 to {_MAX_NAME} characters, got {name!r:.99}"
+        )
+
+
+def _claim(
+    agent: Agent,
+    to: WorkerInfo,
+    body: Any,
+    timeout: float,
+    deadline: Deadline,
+    name: str,
+    past: Holder | None,
+) -> tuple[RRef[Any], Holder | None]:
+    """Sends what makes an actor; returns it, and the holder if its name was taken."""
+    rref_id = agent.service(RRefService).new_id()
+    too_late = partial(_not_claimed, name, to, past, deadline)
+    waiting: Waiting[Holder | None] = Waiting(deadline, too_late, to.member_id)
+    with agent.service(NameService).waits(waiting, rref_id):
+        options = options_of(body[0])
+        what = name_of(body) if options is None else options.title
+        naming = Naming(name, what, options is not None, past)
+        more = [(Tag.NAMING, naming.pack())]
+        rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more)
+        return rref, waiting.get()
+
+
+def _ask_holder(
+    agent: Agent, name: str, holder: Holder, wanted: bool, deadline: Deadline
+) -> tuple[str, Any] | None:
+    """Asks a holder; returns what it has, and a reference if wanted. None if it has nothing."""
+    info = agent.membership.infos.get(holder.member)
+    if info is None or holder.member in agent.membership.lost:
+        return None
+    body: Any = get_actor, (name, holder.number, wanted), {}
+    try:
+        found: tuple[str, Any] | None = agent.caller.call(info, Kind.CALL, body, deadline.left())
+    except WorkerDied:
+        return None
+    return found
+
+
+# A call that takes too long is known by the function's name: so this has the one that programs use.
+@async_execution
+def get_actor(name: str, number: int, wanted: bool) -> Future[Any]:
+    return current_agent().service(NameService).describe(name, number, wanted)
+
+
+def _not_claimed(
+    name: str, owner: WorkerInfo, past: Holder | None, deadline: Deadline
+) -> RpcTimeoutError:
+    why = (
+        f"{owner.name} or the worker that grants names does not answer"
+        if past is None
+        else "the worker that has it is lost for this one, and not for the one that grants names"
+    )
+    return RpcTimeoutError(
+        f"expected to have the name {name!r} for an actor on {owner.name} within "
+        f"{deadline.timeout:g} s, but {why}"
+    )
+
+
+def _not_found(name: str, deadline: Deadline) -> RpcTimeoutError:
+    error = RpcTimeoutError(
+        f"expected an actor with the name {name!r} within {deadline.timeout:g} s, found none: "
+        f"has zrpc.remote(..., name={name!r}) made it?"
+    )
+    error.executed = False
+    return error
