@@ -49,6 +49,7 @@ FACE = {
     "zrpc.mesh",
     "zrpc.nn",
     "zrpc.optim",
+    "zrpc.torch_collectives",
     "zrpc.streams",
 }
 # What goes by value in a pickle.
@@ -73,7 +74,7 @@ NEIGHBOURS = {
 _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
         garbage_collector green_threads interrupts leader_follower processor_time resource_limits
-        switch_interval thread_errors thread_pool torch_modes""",
+        switch_interval thread_errors thread_frames thread_pool torch_modes""",
     "zrpc.wire": "cut exceptions graph_capture kind member_id message parts pickling unpickling",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method

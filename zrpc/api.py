@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 from torch.distributed import is_available as is_distributed_available
@@ -25,15 +24,17 @@ from zrpc.bootstrap import join_by_init_method
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from zrpc.errors import NotInitializedError, RpcError, not_initialized
+from zrpc.errors import RpcError, not_initialized
 from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.options import RpcBackendOptions, ZmqRpcBackendOptions, checked_timeout
-from zrpc.services.collectives import Collectives
+from zrpc.options import RpcBackendOptions, checked_options, checked_timeout
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.group import RRefGroup, WorkerGroup
 from zrpc.services.names.claims import make_named
 from zrpc.services.rref.rref import RRef
+from zrpc.torch_collectives import _all_gather as _all_gather
+from zrpc.torch_collectives import _barrier as _barrier
+from zrpc.torch_collectives import _wait_all_workers as _wait_all_workers
 from zrpc.wire.kind import Kind
 
 __all__ = [
@@ -47,7 +48,6 @@ __all__ = [
     "shutdown",
 ]
 
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 To = str | int | WorkerInfo
@@ -120,7 +120,7 @@ def init_rpc(
     """
     if backend is not None and not isinstance(backend, BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
-    options = _checked(rpc_backend_options)
+    options = checked_options(rpc_backend_options)
     with _init_lock:
         if find_agent() is not None:
             raise RpcError("RPC is already initialized")
@@ -132,23 +132,6 @@ def init_rpc(
         set_default_agent(agent)
     atexit.unregister(_shutdown_at_exit)
     atexit.register(_shutdown_at_exit)
-
-
-def _checked(options: object | None) -> ZmqRpcBackendOptions:
-    """Returns the options, or the default ones; raises TypeError, with torch's text, for others."""
-    if options is None:
-        return ZmqRpcBackendOptions()
-    if not isinstance(options, RpcBackendOptions):
-        raise TypeError(
-            "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
-            f"{options!r}"
-        )
-    if not isinstance(options, ZmqRpcBackendOptions):
-        raise TypeError(
-            f"Could not infer backend for options {options!r}: `rpc_backend_options` must be a "
-            "`TensorPipeRpcBackendOptions`, which is another name of `ZmqRpcBackendOptions`"
-        )
-    return options
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -437,33 +420,6 @@ def _is_current_rpc_agent_set() -> bool:
 
 
 _get_current_rpc_agent = current_agent
-
-
-def _all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, Any]:
-    """Returns the object that each worker passed, by worker name; all of them must call it.
-
-    Without a timeout it waits without limit, but not for workers that are gone: those that left, or
-    whose process has ended, are not counted. One that was declared dead makes it fail everywhere.
-    """
-    limit = 0 if timeout == UNSET_RPC_TIMEOUT else timeout
-    return current_agent().service(Collectives).gather(obj, worker_names or None, limit)
-
-
-def _barrier(worker_names: Iterable[str]) -> None:
-    """Waits until all these workers have called it; errors are logged."""
-    try:
-        _all_gather(None, worker_names)
-    except NotInitializedError:
-        raise
-    except RuntimeError:
-        logger.exception("Failed to complete barrier")
-
-
-def _wait_all_workers(timeout: float = 0) -> None:
-    """Waits until all workers have called it."""
-    _all_gather(None, timeout=timeout)
 
 
 @contextlib.contextmanager

@@ -381,3 +381,20 @@ def _ports(name: str, text: Any) -> range:
 def _default_memory() -> int:
     """Returns an eighth of the machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+
+
+def checked_options(options: object | None) -> ZmqRpcBackendOptions:
+    """Returns the options, or the default ones; raises TypeError, with torch's text, for others."""
+    if options is None:
+        return ZmqRpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions, but got "
+            f"{options!r}"
+        )
+    if not isinstance(options, ZmqRpcBackendOptions):
+        raise TypeError(
+            f"Could not infer backend for options {options!r}: `rpc_backend_options` must be a "
+            "`TensorPipeRpcBackendOptions`, which is another name of `ZmqRpcBackendOptions`"
+        )
+    return options

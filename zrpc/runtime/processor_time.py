@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
+
+from zrpc.runtime.thread_frames import thread_frames
 
 __all__ = ["processor_time_of"]
 
@@ -13,7 +14,7 @@ def processor_time_of(ident: int) -> float | None:
 
     None if the thread has ended.
     """
-    if ident not in sys._current_frames():
+    if ident not in thread_frames():
         return None
     try:
         return time.clock_gettime(time.pthread_getcpuclockid(ident))

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zrpc.runtime.thread_frames import thread_frames
 from zrpc.testing.procfs import children, command_of, descriptors, native_threads, socket_names
 from zrpc.transport.address import PrivateDirectory
 
@@ -253,7 +254,7 @@ def files_in(directory: Path) -> list[str]:
 
 
 def _describe_thread(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = thread_frames().get(thread.ident or 0)
     where = ""
     if frame is not None:
         # The innermost call that isn't in the module threading says most.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable
 
+from zrpc.runtime.thread_frames import thread_frames
 from zrpc.services.inspection.report import stack_text
 
 __all__ = ["other_stacks", "stacks_of"]
@@ -48,7 +48,7 @@ def _belongs(thread: threading.Thread, worker: str) -> bool:
 
 
 def _format(wanted: Callable[[threading.Thread], bool]) -> str:
-    frames = sys._current_frames()
+    frames = thread_frames()
     parts = []
     for thread in filter(wanted, threading.enumerate()):
         if thread.ident in frames:

@@ -21,7 +21,6 @@ import asyncio
 import gc
 import inspect
 import os
-import sys
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -39,6 +38,7 @@ from zrpc.calls.future_group import wait_all
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.processor_time import processor_time_of
+from zrpc.runtime.thread_frames import thread_frames
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.wire.message import Message
 
@@ -71,7 +71,7 @@ def activities(agent: Agent) -> list[Activity]:
     Threads of other agents in this process are left out. May be called from any thread.
     """
     before = _handlers(agent)
-    frames = sys._current_frames()
+    frames = thread_frames()
     calls = _calls_by_thread(agent)
     handlers = {
         ident: request

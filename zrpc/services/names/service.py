@@ -22,7 +22,7 @@ from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
 from zrpc.services.names.registry import NameRegistry
 from zrpc.services.names.waiting import Waiting
-from zrpc.services.rref.messages import RRefId
+from zrpc.services.rref.messages import NO_FORK, Fork, RRefId
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
@@ -155,7 +155,7 @@ class NameService(Service, MessageHooks):
         if mine and value is not None:
             what = f"{naming.what} on {self.agent.worker_info.name}, made by "
             what += self.agent.callees.describe(request.sender)
-            rref = RRef._at_owner(self._rrefs, rref_id, naming.what if naming.actor else "")
+            rref = self._handle(rref_id, naming.what if naming.actor else "")
             with self._lock:
                 self._named[naming.name] = _Named(holder.number, rref, what)
             value.when_ready(partial(self._on_made, naming.name, holder.number, value))
@@ -167,6 +167,14 @@ class NameService(Service, MessageHooks):
                 value.set(error=RpcError(f"the name {naming.name!r} is taken"))
             self.agent.receiver.run(partial(self._answer_empty, request))
         self._tell(request.sender, rref_id, None if mine else holder)
+
+    def _handle(self, rref_id: RRefId, actor: str) -> RRef[Any]:
+        """Returns one more handle of a value that this worker owns; of an actor with its class."""
+        fork = Fork(rref_id, NO_FORK, self._own_id, NO_FORK)
+        rref = RRef._of_fork(self._rrefs, fork, self._rrefs.retain_value(rref_id))
+        if actor:
+            rref._order = self._rrefs.order_of(rref_id, actor, self.agent.worker_info)
+        return rref
 
     def _answer_empty(self, request: Message) -> None:
         self.agent.callee.answer(request, None)

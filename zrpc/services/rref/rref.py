@@ -120,16 +120,6 @@ class RRef(Generic[T]):
         return rref
 
     @classmethod
-    def _at_owner(cls, service: RRefService, rref_id: RRefId, actor: str = "") -> RRef[Any]:
-        """Makes one more handle of a value that this worker owns; of an actor with its class."""
-        rref: RRef[Any] = cls.__new__(cls)
-        value, owner = service.retain_value(rref_id), service.agent.worker_info
-        rref._fill(service, rref_id, None, owner, value)
-        if actor:
-            rref._order = service.order_of(rref_id, actor, owner)
-        return rref
-
-    @classmethod
     def _create(
         cls,
         agent: Agent,
