@@ -94,11 +94,12 @@ def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None
     took = seconds(view, before, "worker1")
     assert callee.calls_in is not None
     assert callee.calls_in * took == pytest.approx(CALLS + 1)
-    assert callee.functions[0].name == "sorted"
-    assert callee.functions[0].run_ms is not None
-    assert callee.functions[0].busy * 1000 == pytest.approx(
-        callee.functions[0].run_ms * callee.functions[0].runs
-    )
+    # By the time that they took; one that fails may take long, as it is logged.
+    by_time = [each.busy for each in callee.functions]
+    assert by_time == sorted(by_time, reverse=True)
+    [ordered] = [each for each in callee.functions if each.name == "sorted"]
+    assert ordered.run_ms is not None
+    assert ordered.busy * 1000 == pytest.approx(ordered.run_ms * ordered.runs)
     assert (caller.bytes_out or 0) > 32 * CALLS / took / 2
     [peer] = callee.peers
     assert (peer.name, peer.state) == ("worker0", "member")
