@@ -114,8 +114,22 @@ class _Reference:
     def rpc_sync(self) -> Any:
         return self
 
+    def rpc_async(self) -> _Futures:
+        return _Futures(self._rpc, self._peer)
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *args: self._rpc.begin(self._peer, method, args)()
+
+
+@dataclass(frozen=True)
+class _Futures:
+    """A reference whose methods return futures."""
+
+    _rpc: _Rpc
+    _peer: str
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args: SimpleNamespace(wait=self._rpc.begin(self._peer, method, args))
 
 
 class _Rpc:

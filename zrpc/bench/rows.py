@@ -83,8 +83,17 @@ def _skeleton_rows() -> tuple[Row, ...]:
 
 
 def _step_rows() -> tuple[Row, ...]:
+    kinds = {"": 0, " of an RRef's method": 1, " of an actor's method": 2}
     return tuple(
-        Row(f"steps at the {end}", f"steps:{end}", unit=Unit.COUNT, default=False, only="zrpc")
+        Row(
+            f"steps at the {end}{kind}",
+            f"steps:{end}",
+            (number,),
+            unit=Unit.COUNT,
+            default=False,
+            only="zrpc",
+        )
+        for kind, number in kinds.items()
         for end in ("caller", "callee")
     )
 
@@ -142,6 +151,13 @@ _DROPPED = "RRefs made and dropped per second"
 _REFERENCES = (
     Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
     Row("RRef method", "references:method", limit=_zmq(), actors=True),
+    Row("actor call", "references:actor_call", limit=_zmq(), actors=True),
+    Row(
+        "each of 1,000 actor calls in flight",
+        "references:actor_calls_in_flight",
+        (1000,),
+        actors=True,
+    ),
     Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
 )
 _QUEUE = "queue, items put and taken per second"

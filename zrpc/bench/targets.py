@@ -121,6 +121,12 @@ def stop_burning() -> None:
     _stop.set()
 
 
+class Quiet:
+    """An object with a method that does nothing."""
+
+    nothing = staticmethod(nothing)
+
+
 class Counter:
     """An object that an RRef refers to."""
 
