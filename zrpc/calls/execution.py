@@ -130,7 +130,7 @@ class Execution:
         self._sink.answer(request, result)
 
     def _follow_future(self, result: Any) -> bool:
-        """Has the request answered once a future is done; returns False if it is already."""
+        """Follows a future, which has the result; returns False if it is done already."""
         if not isinstance(result, torch._C.Future):
             raise RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
