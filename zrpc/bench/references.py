@@ -32,14 +32,14 @@ def method(session: Session) -> Sample:
 
 def actor_call(session: Session) -> Sample:
     """Calls a method of an actor on the peer."""
-    counter = session.rpc.remote(PEER, _actor_class(session))
+    counter = session.rpc.remote(PEER, actor_of(session))
     check("the count", counter.rpc_sync().increment(), 1)
     return session.sampling.time(lambda: counter.rpc_sync().increment())
 
 
 def actor_calls_in_flight(session: Session, count: int) -> Sample:
     """Makes ``count`` calls of an actor before it waits for them; the time of each."""
-    counter = session.rpc.remote(PEER, _actor_class(session))
+    counter = session.rpc.remote(PEER, actor_of(session))
     total = 0
 
     def calls() -> None:
@@ -52,8 +52,8 @@ def actor_calls_in_flight(session: Session, count: int) -> Sample:
     return session.sampling.time(calls).divided(count)
 
 
-def _actor_class(session: Session) -> Any:
-    """Returns a class of actors; torch's RPC has none, and calls an object that has a lock."""
+def actor_of(session: Session) -> Any:
+    """Returns a class whose instances are actors; plain objects in torch's RPC, which has none."""
     if session.participant == "zrpc":
         return actor(targets.Counter, concurrency=1)
     return targets.Counter
