@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -66,6 +67,9 @@ class Log:
             return name
         finally:
             self._enter(name, -1)
+
+    def thread(self) -> int:
+        return threading.get_ident()
 
     def unpicklable(self) -> Any:
         self.calls.append("unpicklable")
@@ -208,6 +212,18 @@ def test_calls_that_wait_take_no_threads(caller: Mesh) -> None:
     assert zrpc.rpc_sync(1, max, args=(1, 2)) == 2
     running.cancel()
     assert zrpc.wait_all(waiting) == list(range(50))
+
+
+def test_a_thread_that_ends_a_call_begins_the_next_one(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Log)
+    first = log.rpc_async().wait(gate)
+    gate.await_entry()
+    others = [log.rpc_async().thread() for _ in range(60)]
+    assert waits(first)
+    gate.open()
+    threads = zrpc.wait_all(others)
+    changes = sum(one != other for one, other in pairwise(threads))
+    assert changes < 10, threads  # a thread that gets no processor time may be replaced
 
 
 # -- order -------------------------------------------------------------------------------------

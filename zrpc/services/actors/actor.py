@@ -13,6 +13,7 @@ from zrpc.actors import ActorOptions
 from zrpc.agent.agent import Agent
 from zrpc.calls.execution import ResultSink
 from zrpc.functions import DEFERRAL, Deferral
+from zrpc.runtime.thread_pool import end_with
 from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full
 from zrpc.wire.message import Message
@@ -57,15 +58,15 @@ class ActorSink:
         try:
             self._sink.answer(request, value)
         finally:
-            for step in self._mailbox.end(request.scope):
-                step()
+            if steps := self._mailbox.end(request.scope):
+                end_with(steps)
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error of a call."""
         try:
             self._sink.fail(request, error, report)
         finally:
-            do(self._mailbox.end(request.scope))
+            end_with(self._mailbox.end(request.scope))
 
 
 def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
