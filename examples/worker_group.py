@@ -134,8 +134,8 @@ def control(steps: int, seed: int) -> float:
             print(f"step {step:4d}   weights {version:4d}   reward {reward:.2f}", flush=True)
     sums = trainers.rpc_sync().checksum()
     print(f"all {len(sums)} trainers have the same weights: {len(set(sums)) == 1}", flush=True)
-    for actor in [*generators, *trainers]:
-        actor.stop()
+    for trainer in trainers:
+        trainer.stop()
     return reward
 
 
