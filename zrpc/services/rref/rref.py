@@ -129,12 +129,13 @@ class RRef(Generic[T]):
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
+        actor: str | None = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
         value comes first. The id of the value may be drawn already, and ``more`` extends the
-        message.
+        message. ``actor`` is the name of the marked class, if the body was packed already.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -144,8 +145,9 @@ class RRef(Generic[T]):
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
         if subject is None and (options := options_of(body[0])) is not None:
-            rref._order = service.order_of(rref_id, options.title, to)
-            body = (as_actor_class(body[0]), *body[1:])
+            actor, body = options.title, (as_actor_class(body[0]), *body[1:])
+        if actor is not None:
+            rref._order = service.order_of(rref_id, actor, to)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
