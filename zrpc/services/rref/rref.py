@@ -14,13 +14,9 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    NotInitializedError,
-    OwnerDied,
-    RpcError,
-    RpcTimeoutError,
-)
+from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.actors.actor import stop_within
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
@@ -317,7 +313,8 @@ class RRef(Generic[T]):
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
         actor's method ``close()`` is called, if it has one. Its calls beside the others (see
-        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already. In a
+        method of the actor itself it returns at once: the actor ends when that has ended.
 
         Args:
             timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The
@@ -338,7 +335,10 @@ class RRef(Generic[T]):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
         self._check()
-        self._service.caller.call(self._owner, Kind.STOP, None, timeout, **self._about())
+        call: Callable[..., Any] = self._service.caller.call
+        if self._value is not None and stop_within(self._value.mailbox, self._owner):
+            call = self._service.caller.call_async
+        call(self._owner, Kind.STOP, None, timeout, **self._about())
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""
