@@ -14,13 +14,9 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    NotInitializedError,
-    OwnerDied,
-    RpcError,
-    RpcTimeoutError,
-)
+from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.services.actors.actor import stop_within
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
@@ -129,12 +125,13 @@ class RRef(Generic[T]):
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
+        actor: str | None = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
         value comes first. The id of the value may be drawn already, and ``more`` extends the
-        message.
+        message. ``actor`` is the name of the marked class, if the body was packed already.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -144,8 +141,9 @@ class RRef(Generic[T]):
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
         if subject is None and (options := options_of(body[0])) is not None:
-            rref._order = service.order_of(rref_id, options.title, to)
-            body = (as_actor_class(body[0]), *body[1:])
+            actor, body = options.title, (as_actor_class(body[0]), *body[1:])
+        if actor is not None:
+            rref._order = service.order_of(rref_id, actor, to)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
@@ -315,7 +313,8 @@ class RRef(Generic[T]):
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
         actor's method ``close()`` is called, if it has one. Its calls beside the others (see
-        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already. In a
+        method of the actor itself it returns at once: the actor ends when that has ended.
 
         Args:
             timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The
@@ -336,7 +335,10 @@ class RRef(Generic[T]):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
         self._check()
-        self._service.caller.call(self._owner, Kind.STOP, None, timeout, **self._about())
+        call: Callable[..., Any] = self._service.caller.call
+        if self._value is not None and stop_within(self._value.mailbox, self._owner):
+            call = self._service.caller.call_async
+        call(self._owner, Kind.STOP, None, timeout, **self._about())
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""
