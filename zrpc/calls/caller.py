@@ -272,6 +272,8 @@ class Caller:
             message.call_id, message.deadline = call.call_id, timeout
             call.kind, call.what, call.limit = kind, name_of(obj), limit
             call.holds, call.died, call.order = holds, died, order
+            if encoder.holds:
+                call.holds, encoder.holds = (holds, encoder.holds), ()
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and kind != _REMOTE:
                 call.parent = scope
