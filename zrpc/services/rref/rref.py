@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import as_actor_class, options_of
 from zrpc.agent.agent import Agent
@@ -29,6 +29,10 @@ from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
+
+if TYPE_CHECKING:
+    from zrpc.calls.future import Future
+    from zrpc.services.streams.stream import Stream
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -228,7 +232,7 @@ class RRef(Generic[T]):
         self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy whose methods run on the value at its owner, and return their results.
 
         ``rref.rpc_sync().f(x)`` costs one message each way. ``rref.rpc_sync()(x)`` calls the value
@@ -238,13 +242,13 @@ class RRef(Generic[T]):
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
                 timeout of all calls.
         """
-        return Proxy(self._ask, timeout)
+        return Proxy(self._ask, timeout)  # type: ignore[return-value]
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[Future[Any]]:
         """Like `rpc_sync`, but the methods return a Future at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
         The first use of a method's name asks the owner whether the value has that method, so
@@ -257,7 +261,7 @@ class RRef(Generic[T]):
         timeout: float = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
         deadline: float = 0,
-    ) -> Any:
+    ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
 
         Args:
