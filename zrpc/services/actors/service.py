@@ -107,6 +107,7 @@ class ActorService(Service):
         if mailbox is None:
             callee.refuse(request, _why_no_actor(value))
             return
+        request.scope.mailbox = mailbox
         for follower in self.on_stop:
             follower(rref_id)
         by = self.agent.callees.describe(request.sender)
