@@ -43,8 +43,8 @@ class Peer:
     def increment(self) -> int:
         return self._counter.increment()
 
-    def load(self, weight: torch.Tensor) -> None:
-        targets.load(weight)
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        targets.load(weights)
 
     def numbers(self, count: int) -> Iterator[int]:
         yield from targets.numbers(count)

@@ -14,10 +14,9 @@ from zrpc.bench import targets
 from zrpc.bench.references import actor_of
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
-from zrpc.bench.weights import NAME
+from zrpc.bench.weights import ELEMENT_BYTES, NAME
 
 _CALLS_PER_BATCH = 100
-_ELEMENT_BYTES = 4
 # Before that, segments of shared memory are new to the publisher or to its reader.
 _FIRST_PUSHES = 4
 
@@ -48,7 +47,7 @@ def actor_call(session: Session) -> Sample:
 def group_call(session: Session, size: int) -> Sample:
     """Compares a tensor to all other workers with a copy of it and an empty call to each."""
     rpc, others = session.rpc, session.rpc.group(session.others)
-    tensor = torch.ones(session.sampling.scaled(size // _ELEMENT_BYTES))
+    tensor = torch.ones(session.sampling.scaled(size // ELEMENT_BYTES))
     copy = torch.zeros_like(tensor)
 
     def least() -> None:
@@ -75,15 +74,14 @@ def load(session: Session, size: int) -> Sample:
 
 
 def _versions(session: Session, size: int) -> tuple[Sample, Sample]:
-    rpc = session.rpc
-    weight = torch.ones(session.sampling.scaled(size // _ELEMENT_BYTES))
-    copy = torch.zeros_like(weight)
+    rpc, number = session.rpc, session.sampling.scaled(size // ELEMENT_BYTES)
+    weights, copy = torch.ones(number), torch.zeros(number)
     loads: list[float] = []
-    with rpc.nn.publish(NAME, {"weight": weight}) as published:
+    with rpc.nn.publish(NAME, targets.new_model(number)) as published:
 
         def once() -> float:
-            seconds = _seconds(published.push) / _seconds(lambda: copy.copy_(weight))
-            arguments = NAME, weight.numel(), published.version
+            seconds = _seconds(published.push) / _seconds(lambda: copy.copy_(weights))
+            arguments = NAME, number, published.version
             loads.append(rpc.rpc_sync(PEER, targets.time_of_load, args=arguments))
             return seconds
 

@@ -16,6 +16,8 @@ from zrpc.bench.machine import read_kib
 
 # No handler burns for longer, even if its caller is gone.
 _MAX_BURN_SECONDS = 60.0
+# Of a layer of the models whose weights are sent.
+_WIDTH = 1024
 _burning = threading.Event()
 _stop = threading.Event()
 _layers: dict[int, torch.nn.Linear] = {}
@@ -23,7 +25,7 @@ _layers: dict[int, torch.nn.Linear] = {}
 _pushed: dict[int, torch.Tensor] = {}
 _sums: dict[int, torch.Tensor] = {}
 # By the number of elements: the weights of this worker's model, and both sides of a copy.
-_models: dict[int, torch.Tensor] = {}
+_models: dict[int, dict[str, torch.Tensor]] = {}
 _copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 # What this worker has subscribed to, by name.
 _subscribers: dict[str, Any] = {}
@@ -68,7 +70,10 @@ def take(tensor: torch.Tensor) -> float:
 
 def numbers(count: int) -> Iterator[int]:
     """Makes the numbers below ``count``."""
-    yield from range(count)  # a generator: for Ray, each of its steps is a statement
+    number = 0
+    while number < count:  # not `yield from`: Ray needs a generator at each level
+        yield number
+        number += 1
 
 
 def tensors(count: int, size: int) -> Iterator[torch.Tensor]:
@@ -78,16 +83,29 @@ def tensors(count: int, size: int) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def load(weight: torch.Tensor) -> None:
+def new_model(count: int) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a model: that many elements, in layers with a matrix and a bias."""
+    parameters: dict[str, torch.Tensor] = {}
+    while count:
+        for shape in ((_WIDTH, _WIDTH), (_WIDTH,)):
+            tensor = torch.ones(shape).view(-1)[:count].clone()
+            parameters[str(len(parameters))] = tensor
+            count -= tensor.numel()
+    return parameters
+
+
+def load(weights: dict[str, torch.Tensor]) -> None:
     """Copies weights that have arrived into this worker's model."""
-    _model(weight.numel()).copy_(weight)
+    model = _model(sum(each.numel() for each in weights.values()))
+    for name, tensor in model.items():
+        tensor.copy_(weights[name])
 
 
 def load_version(name: str, count: int, version: int) -> int:
     """Loads published weights with that many elements into this worker's model."""
     if name not in _subscribers:
         _subscribers[name] = library.current().rpc.nn.subscribe(name)
-    loaded: int = _subscribers[name].load_into({"weight": _model(count)}, at_least=version)
+    loaded: int = _subscribers[name].load_into(_model(count), at_least=version)
     return loaded
 
 
@@ -112,9 +130,9 @@ def unsubscribe() -> None:
         kept.clear()
 
 
-def _model(count: int) -> torch.Tensor:
+def _model(count: int) -> dict[str, torch.Tensor]:
     if count not in _models:
-        _models[count] = torch.zeros(count)
+        _models[count] = new_model(count)
     return _models[count]
 
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import torch
-
 from zrpc.bench import targets
 from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import Session
 
-__all__ = ["NAME", "to_subscribers"]
+__all__ = ["ELEMENT_BYTES", "NAME", "to_subscribers"]
 
 NAME = "benchmark"
-_ELEMENT_BYTES = 4
+ELEMENT_BYTES = 4
 
 
 def to_subscribers(session: Session, size: int) -> Sample:
@@ -21,17 +19,18 @@ def to_subscribers(session: Session, size: int) -> Sample:
     A library without published weights sends the model by one call, and its workers copy it.
     """
     rpc, others = session.rpc, session.rpc.group(session.others)
-    weight = torch.ones(session.sampling.scaled(size // _ELEMENT_BYTES))
+    number = session.sampling.scaled(size // ELEMENT_BYTES)
+    model = targets.new_model(number)
     if session.participant != "zrpc":
 
         def sent() -> None:
-            rpc.rpc_sync(others, targets.load, args=(weight,))
+            rpc.rpc_sync(others, targets.load, args=(model,))
 
         return session.sampling.time(sent)
-    with rpc.nn.publish(NAME, {"weight": weight}) as published:
+    with rpc.nn.publish(NAME, model) as published:
 
         def once() -> None:
-            version, number = published.push(), weight.numel()
+            version = published.push()
             found = rpc.rpc_sync(others, targets.load_version, args=(NAME, number, version))
             check("the versions", found, [version] * (session.workers - 1))
 
