@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
 import torch
 
 import zrpc
+from tests.services.elastic.conftest import elastic, events  # noqa: F401
 from tests.services.shm.sharing import MIB, large, service_of, until_returned
 from tests.support.gates import Gate
 from tests.support.hosts import mesh_on_hosts, needs_tcp
@@ -21,6 +22,9 @@ from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
+
+if TYPE_CHECKING:
+    from tests.services.elastic.conftest import Elastic
 
 OPTIONS = {"rpc_timeout": 40}
 pytestmark = [
@@ -93,6 +97,10 @@ def total(tensor: torch.Tensor, *_: Any) -> float:
 
 def name(*_: Any) -> str:
     return zrpc.get_worker_info().name
+
+
+def gated(gate: Gate, tensor: torch.Tensor, item: int) -> tuple[str, float]:
+    return (name() if item else gate.wait_inside(name())), total(tensor)
 
 
 class Sums:
@@ -219,6 +227,30 @@ def test_in_an_autograd_context(hosts: Hosts) -> None:
         autograd.backward(context, [torch.stack(results).sum()])
         assert autograd.get_gradients(context)[weight].tolist() == [4 * total(constant)] * 3
     assert hosts.sent_to_far() < ALMOST * MIB
+
+
+def test_a_worker_that_joins_gets_what_its_host_has(
+    elastic: Elastic,  # noqa: F811
+    gate: Gate,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = iter(["here", "there", "there"])
+    monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: next(keys))
+    caller = elastic.join("caller")
+    elastic.join("w1")
+    with caller.as_current():
+        tensor = large(1)
+        future = zrpc.rpc_async(
+            zrpc.group("w*", live=True), gated, (gate, tensor, zrpc.share(range(5)))
+        )
+        gate.await_entry()
+        elastic.join("w2")
+        assert [part.wait() for part in future.parts[1:]] == [("w2", total(tensor))] * 4
+        gate.open()
+        assert future.wait()[0] == ("w1", total(tensor))
+        sent = zrpc.stats().groups
+        assert sent.bytes_sent == sent.bytes_packed
 
 
 # -- if that is not possible -----------------------------------------------------------------------

@@ -41,7 +41,8 @@ from zrpc.wire.unpickling import Decoder
 
 __all__ = ["RelayService"]
 
-# How long a member waits for the relay, which may stand still: a time, and one for each byte.
+# How long a member waits for the relay, which may stand still: a time, at most half of what is left
+# for the call, and one for each byte.
 _PATIENCE_SECONDS = 5.0
 _PATIENCE_PER_BYTE = 1e-7
 
@@ -83,9 +84,11 @@ class RelayService(Service, MessageHooks):
 
     def _get(self, caller: MemberId, relay: MemberId, number: int, nbytes: int) -> Sequence[Any]:
         # In the scope of the handler, but in none of its contexts: this is no part of a graph.
-        context = contextvars.Context()
-        context.run(activate, current_scope())
-        patience = _PATIENCE_SECONDS + nbytes * _PATIENCE_PER_BYTE
+        scope, context = current_scope(), contextvars.Context()
+        context.run(activate, scope)
+        left = None if scope is None else scope.remaining()
+        patience = _PATIENCE_SECONDS if left is None else min(_PATIENCE_SECONDS, left / 2)
+        patience += nbytes * _PATIENCE_PER_BYTE
         blocks = None
         with contextlib.suppress(Exception):
             blocks = context.run(self._ask, relay, _handed_on, caller, number, timeout=patience)
