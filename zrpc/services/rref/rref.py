@@ -6,9 +6,10 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
+from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar
 
-from zrpc.actors import as_actor_class, options_of
+from zrpc.actors import ActorLabel, as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
@@ -90,7 +91,8 @@ class RRef(Generic[T]):
         owned.begun = True
         service.adopt(owned, value)
         if owned.mailbox is not None:
-            self._order = service.order_of(self._rref_id, owned.mailbox.title, self._owner)
+            label = ActorLabel(owned.mailbox.title)
+            self._order = service.orders.order_of(self._rref_id, label, self._owner)
         owned.set(value)
 
     def _fill(
@@ -129,12 +131,13 @@ class RRef(Generic[T]):
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
+        name: str = "",
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
-        value comes first. The id of the value may be drawn already, and ``more`` extends the
-        message.
+        value comes first. The id of the value may be drawn already, ``more`` extends the message,
+        and ``name`` is an actor's own.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -144,14 +147,24 @@ class RRef(Generic[T]):
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
         if subject is None and (options := options_of(body[0])) is not None:
-            rref._order = service.order_of(rref_id, options.title, to)
+            label = ActorLabel(options.title, name, options.restarts)
             body = (as_actor_class(body[0]), *body[1:])
+            again = partial(
+                cls._create,
+                agent,
+                body=body,
+                timeout=timeout,
+                rref_id=rref_id,
+                more=more,
+                name=name,
+            )
+            rref._order = service.orders.order_of(rref_id, label, to, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
         order = None if subject is None else subject._order
         rref._value = creation.start(
-            body, timeout, subject_id, holds=subject, order=order, more=more
+            body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
         )
         return rref
 
@@ -176,11 +189,11 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
-        return self._owner
+        return self._service.orders.owner_of(self)
 
     def owner_name(self) -> str:
         """Returns the name of the worker that owns the value."""
-        return self._owner.name
+        return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
         """Returns whether the owner knows of this RRef; always true at the owner."""
@@ -323,7 +336,7 @@ class RRef(Generic[T]):
 
         Raises:
             RpcTimeoutError: it took longer.
-            OwnerDied: the owner is lost.
+            OwnerDied: the owner is lost. Nobody makes the actor again then.
             RpcError: the value is no actor.
             Exception: what ``close()`` has raised, or what was to make the value.
 
@@ -335,8 +348,14 @@ class RRef(Generic[T]):
             Traceback (most recent call last):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
-        self._check()
-        self._service.caller.call(self._owner, Kind.STOP, None, timeout, **self._about())
+        begun = monotonic()
+        owner = self._service.orders.end_restarts(self, timeout)
+        if owner is None:
+            self._check()
+            owner = self._owner
+        if timeout > 0:
+            timeout = max(timeout - (monotonic() - begun), 0.001)
+        self._service.caller.call(owner, Kind.STOP, None, timeout, **self._about())
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""
@@ -359,7 +378,8 @@ class RRef(Generic[T]):
                 order=self._order,
             )
         except (RpcTimeoutError, OwnerDied):
-            self._check()  # if the value can't be had, its error says why
+            if self._failure is not None:  # if the value can't be had, its error says why
+                raise error_of_creation(self._failure) from None
             raise
 
     def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
@@ -405,12 +425,10 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
+        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            self._service.orders.check(self)
         if self._failure is not None:
             raise error_of_creation(self._failure)
-        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
-            if self._order is not None:
-                raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
-            raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:
         return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented
