@@ -17,7 +17,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down
+from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, of_lost_message
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
@@ -167,7 +167,8 @@ class NameService(Service, MessageHooks):
             if mine:  # the maker is this worker, and waits no longer
                 self._give_up(naming.name, holder.number)
             elif value is not None:
-                value.set(error=RpcError(f"the name {naming.name!r} is taken"))
+                what = f"{naming.what} is not made: its name {naming.name!r} is taken"
+                value.set(error=of_lost_message(what, False))
             self.agent.receiver.run(partial(self._answer_empty, request))
         self._tell(request.sender, rref_id, None if mine else holder)
 

@@ -19,37 +19,53 @@ import contextlib
 import itertools
 import logging
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from time import monotonic
+from typing import Any
 
 from zrpc.actors import ActorLabel
+from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
+from zrpc.calls.future import Future
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import RpcError, WorkerDied
+from zrpc.errors import OwnerDied, RpcError, WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.order import CallOrder
-from zrpc.services.rref.messages import RRefId, pack_id
+from zrpc.services.rref.messages import GloballyUniqueId, RRefId, pack_id
+from zrpc.services.rref.protocol import References
+from zrpc.services.rref.value import READY
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-if TYPE_CHECKING:
-    from zrpc.services.rref.service import RRefService
 
 __all__ = ["ActorOrders", "HasOrders"]
 
 logger = logging.getLogger(__name__)
 
 
-class HasOrders:
-    """The service of an agent that has these orders.
+class HasOrders(ABC):
+    """The service of an agent that has these orders, as they see it; see `RRefService`."""
 
-    Attributes:
-        orders: of this worker's calls to actors.
-    """
-
+    agent: Agent
+    member: MemberId
+    lock: UninterruptedLock
+    references: References
     orders: ActorOrders
+
+    @abstractmethod
+    def new_id(self) -> GloballyUniqueId:
+        """Returns an id that is unique in the mesh."""
+
+    @abstractmethod
+    def settle_references(self) -> None:
+        """Does what the references have gathered."""
+
+    @abstractmethod
+    def owner_died(self, owner: WorkerInfo) -> OwnerDied:
+        """Returns the error of a value whose owner is lost."""
 
 
 class ActorOrders:
@@ -59,7 +75,7 @@ class ActorOrders:
         service: this worker's RRefs; its lock guards the orders.
     """
 
-    def __init__(self, service: RRefService) -> None:
+    def __init__(self, service: HasOrders) -> None:
         self._service = service
         self._agent = service.agent
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
@@ -99,10 +115,24 @@ class ActorOrders:
         self._agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
 
     def keep(self, rref: Any) -> None:
-        """Keeps an RRef to an actor with a name, if this worker makes it again."""
+        """Keeps an RRef to an actor with a name, if this worker makes it again.
+
+        If the constructor fails, the name is free for others, and must not be claimed again.
+        """
         with self._service.lock:
-            if rref._order is not None and rref._order.again is not None:
-                self._kept[rref._rref_id] = rref
+            if rref._order is None or rref._order.again is None:
+                return
+            self._kept[rref._rref_id] = rref
+        made = rref._ask_beside(READY, 0, self._agent.caller.call_async)
+        made.add_done_callback(partial(self._on_made, rref._rref_id))
+
+    def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
+        try:
+            made.value()
+        except WorkerDied:
+            return
+        except Exception:
+            self.forget(rref_id)
 
     def close(self) -> None:
         """Frees what is kept."""
@@ -144,7 +174,9 @@ class ActorOrders:
             if maker is None or maker.member_id in membership.lost:
                 advice = f"the worker that made it is lost too: {advice}"
             else:
-                advice = f"{maker.name} makes it again when a worker joins as {order.owner.name}"
+                advice = (
+                    f"{maker.name} makes it again when another worker joins as {order.owner.name}"
+                )
         raise order.gone(f"{why}; {advice}")
 
     def on_member_lost(self) -> None:
@@ -193,7 +225,9 @@ class ActorOrders:
         again = order.again
         try:
             if again is not None:
-                again(to=owner)
+                rref = again(to=owner)
+                if rref_id in self._kept:
+                    self.keep(rref)
                 return
         except Exception:
             if self._agent.closed:
@@ -225,10 +259,22 @@ class ActorOrders:
         if order is None or order.again is None:
             self._refuse(rref_id, owner)
 
-    def end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
+    def stop(self, rref: Any, timeout: float) -> None:
+        """Does what `RRef.stop` does."""
+        caller, owner = self._agent.caller, None
+        if rref._order is not None and rref._order.label.restarts:
+            seconds, begun = caller.timeout(timeout), monotonic()
+            owner = self._end_restarts(rref, seconds)
+            timeout = seconds and max(seconds - (monotonic() - begun), 0.001)
+        if owner is None:
+            rref._check()
+            owner = rref._owner
+        caller.call(owner, Kind.STOP, None, timeout, **rref._about())
+
+    def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""
         maker = rref._rref_id.created_on
-        if rref._order is None or not rref._order.label.restarts or self._is_lost(maker):
+        if self._is_lost(maker):
             return None
         if maker == self._service.member:
             found = self.forget(rref._rref_id)
@@ -255,9 +301,13 @@ class ActorOrders:
 
 def make_again(rref_id: RRefId, owner: MemberId) -> None:
     """Runs on the maker of an actor: another worker's calls go to ``owner``."""
-    current_agent().service(HasOrders).orders.answer(rref_id, owner)
+    _orders_here().answer(rref_id, owner)
 
 
 def forget(rref_id: RRefId) -> MemberId | None:
     """Runs on the maker of an actor, which is about to be stopped."""
-    return current_agent().service(HasOrders).orders.forget(rref_id)
+    return _orders_here().forget(rref_id)
+
+
+def _orders_here() -> ActorOrders:
+    return current_agent().service(HasOrders).orders  # type: ignore[type-abstract]

@@ -6,7 +6,6 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import ActorLabel, as_actor_class, options_of
@@ -15,12 +14,7 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    NotInitializedError,
-    OwnerDied,
-    RpcError,
-    RpcTimeoutError,
-)
+from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
@@ -132,12 +126,13 @@ class RRef(Generic[T]):
         rref_id: RRefId | None = None,
         more: Extensions = (),
         name: str = "",
+        made_by: Any = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
         value comes first. The id of the value may be drawn already, ``more`` extends the message,
-        and ``name`` is an actor's own.
+        ``name`` is an actor's own, and ``made_by`` the function if the body hides it.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -146,18 +141,11 @@ class RRef(Generic[T]):
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
-        if subject is None and (options := options_of(body[0])) is not None:
-            label = ActorLabel(options.title, name, options.restarts)
+        if subject is None and (options := options_of(made_by or body[0])) is not None:
             body = (as_actor_class(body[0]), *body[1:])
-            again = partial(
-                cls._create,
-                agent,
-                body=body,
-                timeout=timeout,
-                rref_id=rref_id,
-                more=more,
-                name=name,
-            )
+            more_of_it: Any = {"rref_id": rref_id, "more": more, "name": name, "made_by": made_by}
+            again = partial(cls._create, agent, body=body, timeout=timeout, **more_of_it)
+            label = ActorLabel(options.title, name, options.restarts)
             rref._order = service.orders.order_of(rref_id, label, to, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
@@ -348,14 +336,7 @@ class RRef(Generic[T]):
             Traceback (most recent call last):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
-        begun = monotonic()
-        owner = self._service.orders.end_restarts(self, timeout)
-        if owner is None:
-            self._check()
-            owner = self._owner
-        if timeout > 0:
-            timeout = max(timeout - (monotonic() - begun), 0.001)
-        self._service.caller.call(owner, Kind.STOP, None, timeout, **self._about())
+        self._service.orders.stop(self, timeout)
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""

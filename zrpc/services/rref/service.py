@@ -21,7 +21,6 @@ from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import (
     OwnerDied,
-    RpcError,
     has_shut_down,
     of_lost_message,
     was_not_executed,
@@ -121,6 +120,7 @@ class RRefService(Service, MessageHooks, HasOrders):
     def message_hooks(self) -> MessageHooks:
         return self
 
+    @override
     def new_id(self) -> GloballyUniqueId:
         """Returns an id that is unique in the mesh, of a new RRef or fork.
 
@@ -174,6 +174,7 @@ class RRefService(Service, MessageHooks, HasOrders):
             self.references.cancel_fork(fork)
         self._send_outgoing()
 
+    @override
     def owner_died(self, owner: WorkerInfo) -> OwnerDied:
         """Returns the error of a value whose owner is lost."""
         error = OwnerDied(
@@ -402,6 +403,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         value.set(error=of_lost_message(f"the value of {rref_id} is no longer here", False))
         return value
 
+    @override
     def settle_references(self) -> None:
         """Frees unused values, sends the messages that have gathered, and lets handlers begin."""
         references = self.references
@@ -417,10 +419,11 @@ class RRefService(Service, MessageHooks, HasOrders):
             references.freed.clear()
         for value in unmade:
             value.set(
-                error=RpcError(
+                error=of_lost_message(
                     "the value of this RRef is never made: the call that was to make it was not "
                     "sent, or its owner could not read it; or its owner has died, and the worker "
-                    "that made it has no RRef to it any more, or it was stopped"
+                    "that made it has no RRef to it any more, or it was stopped",
+                    executed=False,
                 )
             )
         if freed and not self._closed:
