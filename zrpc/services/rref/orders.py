@@ -8,9 +8,9 @@ new value. So that it does not wait in vain, each worker also tells the maker wh
 the maker has nothing to make there, because the actor was stopped or the maker has dropped its last
 RRef, it tells the worker that there will be no value.
 
-What makes the actor belongs to the maker's `CallOrder`, which lives as long as the maker has an
-RRef. An actor's name has a reference of its own, and so the maker of one with a name keeps an RRef
-until the actor is stopped.
+What makes the actor belongs to the order of the maker's calls to it, which lives as long as the
+maker has an RRef. A name has a reference of its own, so the maker of an actor with a name keeps an
+RRef until the actor is stopped.
 """
 
 from __future__ import annotations
