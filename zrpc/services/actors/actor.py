@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-from zrpc.actors import ActorOptions
+from zrpc.actors import ActorLabel, ActorOptions
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.execution import ResultSink
@@ -103,11 +103,11 @@ def do(steps: Sequence[Step]) -> None:
         step()
 
 
-def make_mailbox(agent: Agent, options: ActorOptions) -> Mailbox:
-    """Returns the mailbox of an actor that this worker owns."""
+def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
+    """Returns the mailbox of an actor that this worker owns, which may have a name."""
     limit, owner = agent.options.max_bytes_in_flight, agent.worker_info.name
     mailbox = Mailbox(
-        options.title,
+        str(ActorLabel(options.title, name)),
         options.concurrency,
         options.beside,
         limit,

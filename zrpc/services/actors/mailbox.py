@@ -112,7 +112,7 @@ class Mailbox:
     What a method returns must be done by its caller, in this order and without a lock.
 
     Args:
-        title: the name of the actor's class.
+        title: the name of the actor's class, and its own if it has one.
         concurrency: how many calls run at once.
         beside: how many calls of single methods run at once beside those; 0 means no limit.
         max_bytes: how many bytes may wait; 0 means no limit. A single call may be larger.

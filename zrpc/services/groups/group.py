@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
-from zrpc.actors import as_actor_class, options_of
+from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.future import Future
@@ -128,13 +128,12 @@ class WorkerGroup(Group[str]):
     def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
         """Does what `zrpc.remote` does for a group."""
         agent = current_agent()
-        title = None
-        if (options := options_of(body[0])) is not None:
-            title, body = options.title, (as_actor_class(body[0]), *body[1:])
         targets = []
+        body = as_actor_class(body[0]), *body[1:]
         for name in self._found():
             info = agent.membership.find(name)
-            targets.append(Target(info, name, partial(RRef._create, agent, info, actor=title)))
+            create = partial(RRef._create, agent, info, made_by=body[0])
+            targets.append(Target(info, name, create))
         return RRefGroup(make_each(agent, targets, body, timeout))
 
     def _found(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from zrpc.actors import as_actor_class, options_of
+from zrpc.actors import ActorLabel, as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
@@ -16,7 +16,6 @@ from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.actors.actor import stop_within
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
@@ -90,7 +89,8 @@ class RRef(Generic[T]):
         owned.begun = True
         service.adopt(owned, value)
         if owned.mailbox is not None:
-            self._order = service.order_of(self._rref_id, owned.mailbox.title, self._owner)
+            label = ActorLabel(owned.mailbox.title)
+            self._order = service.orders.order_of(self._rref_id, label, self._owner)
         owned.set(value)
 
     def _fill(
@@ -129,13 +129,14 @@ class RRef(Generic[T]):
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
-        actor: str | None = None,
+        name: str = "",
+        made_by: Any = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
-        value comes first. The id of the value may be drawn already, and ``more`` extends the
-        message. ``actor`` is the name of the marked class, if the body was packed already.
+        value comes first. The id of the value may be drawn already, ``more`` extends the message,
+        ``name`` is an actor's own, and ``made_by`` the function if the body hides it.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -144,16 +145,18 @@ class RRef(Generic[T]):
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
-        if subject is None and (options := options_of(body[0])) is not None:
-            actor, body = options.title, (as_actor_class(body[0]), *body[1:])
-        if actor is not None:
-            rref._order = service.order_of(rref_id, actor, to)
+        if subject is None and (options := options_of(made_by or body[0])) is not None:
+            body = (as_actor_class(body[0]), *body[1:])
+            more_of_it: Any = {"rref_id": rref_id, "more": more, "name": name, "made_by": made_by}
+            again = partial(cls._create, agent, body=body, timeout=timeout, **more_of_it)
+            label = ActorLabel(options.title, name, options.restarts)
+            rref._order = service.orders.order_of(rref_id, label, to, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
         order = None if subject is None else subject._order
         rref._value = creation.start(
-            body, timeout, subject_id, holds=subject, order=order, more=more
+            body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
         )
         return rref
 
@@ -178,11 +181,11 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
-        return self._owner
+        return self._service.orders.owner_of(self)
 
     def owner_name(self) -> str:
         """Returns the name of the worker that owns the value."""
-        return self._owner.name
+        return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
         """Returns whether the owner knows of this RRef; always true at the owner."""
@@ -326,7 +329,7 @@ class RRef(Generic[T]):
 
         Raises:
             RpcTimeoutError: it took longer.
-            OwnerDied: the owner is lost.
+            OwnerDied: the owner is lost. Nobody makes the actor again then.
             RpcError: the value is no actor.
             Exception: what ``close()`` has raised, or what was to make the value.
 
@@ -338,11 +341,7 @@ class RRef(Generic[T]):
             Traceback (most recent call last):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
-        self._check()
-        call: Callable[..., Any] = self._service.caller.call
-        if self._value is not None and stop_within(self._value.mailbox, self._owner):
-            call = self._service.caller.call_async
-        call(self._owner, Kind.STOP, None, timeout, **self._about())
+        self._service.orders.stop(self, timeout)
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""
@@ -365,7 +364,8 @@ class RRef(Generic[T]):
                 order=self._order,
             )
         except (RpcTimeoutError, OwnerDied):
-            self._check()  # if the value can't be had, its error says why
+            if self._failure is not None:  # if the value can't be had, its error says why
+                raise error_of_creation(self._failure) from None
             raise
 
     def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
@@ -411,12 +411,10 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
+        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            self._service.orders.check(self)
         if self._failure is not None:
             raise error_of_creation(self._failure)
-        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
-            if self._order is not None:
-                raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
-            raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:
         return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented
