@@ -617,7 +617,9 @@ def test_an_actor_that_stops_itself_ends_after_that_call(
     actor = zrpc.remote(to, kind, args=([],), name="retiring")
     calls = [actor.rpc_async().retire(gate)]
     gate.await_entry()
-    with pytest.raises(zrpc.RpcError, match=f"Retiring on worker{to} was stopped by worker{to}"):
+    with pytest.raises(
+        zrpc.RpcError, match=f"Retiring 'retiring' on worker{to} was stopped by worker{to}"
+    ):
         actor.rpc_sync().note(1)
     gate.open()
     assert calls[0].wait() == "retired"

@@ -375,10 +375,7 @@ class RRef(Generic[T]):
         return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
 
     def _wait_here(self, timeout: float) -> None:
-        """Waits by a call to this worker, in a handler at the owner, until there is a value.
-
-        So it can be seen what the handler waits for; see `zrpc.services.inspection.wait_graph`.
-        """
+        """Waits in a handler at the owner until there is a value: by a call, which can be seen."""
         assert self._value is not None
         if not self._value.ready and current_scope() is not None:
             with contextlib.suppress(Exception):  # of what was to make the value, or a time-out
