@@ -137,6 +137,7 @@ class Bodies:
         kwargs: its keyword arguments.
 
     Attributes:
+        name: what is called, for messages to people.
         shared: what `zrpc.share` was called with; None if it was not.
 
     Raises:
@@ -155,6 +156,7 @@ class Bodies:
         self._service = agent.service(GroupService)
         self._members = list(members)
         self._what = what
+        self.name = name_of((what,))
         self._is_method = isinstance(what, str)
         self._values: dict[int, Sequence[Any]] = {}
         self._repeated: dict[tuple[int, bool], _Part] = {}
@@ -258,5 +260,5 @@ class Bodies:
     def body(self, place: int, item: Any = None) -> tuple[Any, Any, Any]:
         """Returns the body of the request to a member; see `_fills`."""
         call = _Call(_Carried(self._part(place), self._fills(place, item)))
-        what = self._what if self._is_method else _Of(call, "function", name_of((self._what,)))
+        what = self._what if self._is_method else _Of(call, "function", self.name)
         return what, call, _Of(call, "kwargs")
