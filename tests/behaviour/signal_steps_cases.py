@@ -99,6 +99,19 @@ def in_context() -> None:
         assert rpc.autograd.get_gradients(context_id)[leaf].tolist() == [3.0, 3.0]
 
 
+def numbers(n: int) -> Iterator[int]:
+    yield from range(n)
+
+
+def streamed() -> None:
+    assert list(rpc.rpc_stream(1, numbers, (9,), prefetch=4)) == list(range(9))
+
+
+def left_stream() -> None:
+    with rpc.rpc_stream(1, numbers, (10**9,), prefetch=2) as stream:
+        assert next(stream) == 0
+
+
 WORK = [
     sync,
     tensor,
@@ -113,6 +126,8 @@ WORK = [
     without_room,
     failed,
     in_context,
+    streamed,
+    left_stream,
 ]
 # By TCP, only the sending and the receiving are different.
 OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
@@ -202,6 +217,31 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
         del found
         raised.clear()
         work()
+    assert until(lambda: settles(mesh))
+
+
+@pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
+@pytest.mark.parametrize("prefetch", [1, 2, 8])
+def test_a_stream_loses_no_item_by_what_a_handler_raises_at_any_step(
+    mesh: Mesh, handle: Any, prefetch: int
+) -> None:
+    def fail() -> None:
+        raise Interruption
+
+    def whole() -> None:
+        stream = rpc.rpc_stream(1, numbers, (12,), prefetch=prefetch)
+        assert [next(stream) for _ in range(12)] == list(range(12))
+
+    handle(fail)
+    for number in some_steps(whole):
+        found: list[int] = []
+        with rpc.rpc_stream(1, numbers, (12,), prefetch=prefetch) as stream:
+            with at_step(number, send) as steps:
+                while len(found) < 12:
+                    with contextlib.suppress(Interruption):
+                        found.append(next(stream))
+            assert found == list(range(12)), steps.place
+            assert next(stream, None) is None
     assert until(lambda: settles(mesh))
 
 

@@ -480,3 +480,65 @@ def no_generator() -> Iterator[int]:
 def test_a_function_that_raises_stop_iteration_has_failed(caller: Mesh) -> None:
     with pytest.raises(RuntimeError, match="no_generator raised StopIteration"):
         list(zrpc.rpc_stream("worker1", no_generator))
+
+
+async def wait_in_vain(stream: Any, times: int) -> int:
+    """Waits for an item this often, and not long; returns how many waits were in vain."""
+    failed = 0
+    for _ in range(times):
+        try:
+            await asyncio.wait_for(anext(stream), 0.001)
+        except TimeoutError:
+            failed += 1
+    return failed
+
+
+def test_a_reader_that_stops_waiting_takes_no_item(caller: Mesh) -> None:
+    gate = Gate()
+
+    def run() -> Iterator[int]:
+        gate.wait_inside()
+        yield from range(3)
+
+    stream = zrpc.rpc_stream("worker1", here(run), timeout=SOON)
+    gate.await_entry()
+    assert asyncio.run(wait_in_vain(stream, 20)) == 20
+    gate.open()
+    assert list(stream) == [0, 1, 2]
+    assert mesh_is_empty(caller)
+
+
+class Closing:
+    """An item that closes a stream when it is freed."""
+
+    stream: Any = None
+
+    def __del__(self) -> None:
+        if Closing.stream is not None:
+            Closing.stream.close()
+
+
+def test_an_item_may_close_its_stream_as_it_is_freed(caller: Mesh) -> None:
+    tap = Tap(lambda number: Closing(), length=9)
+    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=20)
+    tap.await_close()
+    first = [next(stream), next(stream)]  # the rest has been opened
+    Closing.stream = stream
+    try:
+        closer = threading.Thread(target=stream.close, daemon=True)
+        closer.start()
+        closer.join(SOON)
+        assert not closer.is_alive()
+    finally:
+        Closing.stream = None
+    assert len(first) == 2
+    assert mesh_is_empty(caller)
+
+
+def test_the_error_of_a_stream_shows_nothing_of_how_items_are_kept(caller: Mesh) -> None:
+    gate = Gate()
+    with gate:
+        stream = zrpc.rpc_stream("worker1", gate.wait_inside, timeout=0.05)
+        with pytest.raises(zrpc.RpcTimeoutError) as info:
+            next(stream)
+        assert info.value.__context__ is None

@@ -54,6 +54,7 @@ class Link:
     answer: list[tuple[Any, int]] = field(default_factory=list)
     made: int = 0
     made_bytes: int = 0
+    opened_bytes: int = 0
     runs: bool = True
     closed: bool = False
     got: list[int] = field(default_factory=list)
@@ -92,6 +93,8 @@ class Link:
             self.made_bytes += size
             ahead = self.made - len(self.got)
             assert ahead <= self.prefetch, "the producer is too far ahead"
+            most = self.max_bytes + max(self.sizes)
+            assert not self.max_bytes or self.made_bytes - self.opened_bytes <= most
         else:
             self.send()
             self.runs = not self.out.rest()
@@ -141,6 +144,7 @@ class Link:
             values = values_of(batch)
             self.into.open(len(values))
             self.items.extend(values)
+            self.opened_bytes += sum(self.sizes[each % len(self.sizes)] for each in values)
             self.report(self.into.credit(max(0, len(values) - 1)))
         if self.items:
             self.got.append(self.items.pop(0))

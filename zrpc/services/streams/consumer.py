@@ -19,7 +19,12 @@ from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninterrupted
+from zrpc.runtime.interrupts import (
+    UninterruptedLock,
+    raised_by_handler,
+    run_interruptibly,
+    uninterrupted,
+)
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
@@ -81,7 +86,7 @@ class Consumer:
         self._lock = UninterruptedLock()
         self._inflow = inflow
         self._wakers: list[Callable[[], object]] = []
-        self._opener: object = None  # that of the reader that opens a batch
+        self._opening = False  # whether a reader opens a batch; that one resets it, without a lock
         self._notify: Callable[[], object] | None = None
         self.used_at = monotonic()
 
@@ -264,25 +269,23 @@ class Consumer:
             StopIteration: there are none left; it has the value that the function has returned.
             Exception: what has ended the stream.
         """
-        opener = object()
-        values: list[Any] = []
-        try:
+        with uninterrupted:
             with self._lock:
                 self.used_at = monotonic()
                 if self.items:
                     return True
-                if self._opener is not None:
+                if self._opening:
                     return False
                 batch, over = self._inflow.first(), self._inflow.over
-                if batch is not None:
-                    self._opener = opener
+                self._opening = batch is not None
             if batch is not None:
-                failure = self._unpack(batch, values)
-                self._open(batch, values, failure)
-        finally:
-            if self._opener is opener:
-                self._opener = None
-                self._wake_readers()
+                values: list[Any] = []
+                try:
+                    failure = run_interruptibly(self._unpack, batch, values)
+                    self._open(batch, values, failure)
+                finally:
+                    self._opening = False
+                    self._wake_readers()
         if batch is None and over:
             raise StopIteration(self._value())
         if batch is None and self._notify is not None:  # a reader of several streams: it waits
@@ -316,35 +319,33 @@ class Consumer:
     def _open(self, batch: Message, values: list[Any], failure: Exception | None) -> None:
         """Lets the program take the items of a batch; a failure ends the stream behind them."""
         dropped: object = None
-        with uninterrupted:
-            with self._lock:
-                if self._inflow.first() is not batch:  # it was closed meanwhile
-                    return
-                self._inflow.open(len(values))
-                self.items.extend(values)
-                credit = self._inflow.credit(max(0, len(values) - 1))
-                if failure is not None:
-                    dropped = self._inflow.abort(failure.with_traceback(None))
-            if failure is None:
-                self._post(credit)
-            else:
-                self._ended(self)
-                self.call.cancel()
+        with self._lock:
+            if self._inflow.first() is not batch:  # it was closed meanwhile
+                return
+            self._inflow.open(len(values))
+            self.items.extend(values)
+            credit = self._inflow.credit(max(0, len(values) - 1))
+            if failure is not None:
+                dropped = self._inflow.abort(failure.with_traceback(None))
+        if failure is None:
+            self._post(credit)
+        else:
+            self._ended(self)
+            self.call.cancel()
         del dropped
 
     def _wake_readers(self) -> None:
-        with uninterrupted:
-            with self._lock:
-                wakers = self._take_wakers()
-            for wake in wakers:
-                wake()
+        with self._lock:
+            wakers = self._take_wakers()
+        for wake in wakers:
+            wake()
 
     def _will_wake(self, waker: Callable[[], object] | None = None) -> bool:
         """Calls a waker when there may be items; returns False if there may be some now."""
         with uninterrupted:
             with self._lock:
                 ready = self._inflow.over or self._inflow.first() is not None
-                if self.items or (ready and self._opener is None):
+                if self.items or (ready and not self._opening):
                     return False
                 if waker is not None:
                     self._wakers.append(waker)

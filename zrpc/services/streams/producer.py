@@ -127,19 +127,25 @@ class Producer:
             rests = self._scope.rests = self.outflow.rest()
         return rests
 
-    def _add(self, value: Any) -> Step:
-        """Sends an item or keeps it for the next batch; returns the next step."""
-        kind = type(value)
+    def _add(self, value: Any, in_loop: bool = False) -> Step | None:
+        """Sends an item or keeps it for the next batch.
+
+        Returns:
+            The next step; None if this is the thread of an event loop, which must not pack it.
+        """
+        kind, size = type(value), -1
         if kind in _PLAIN_TYPES:
-            item, size = value, getsizeof(value)
+            size = getsizeof(value)
         elif kind is tuple and len(value) <= _MAX_PLAIN_LENGTH and _are_plain(map(type, value)):
-            item, size = value, sum(map(getsizeof, value))
-        else:
+            size = sum(map(getsizeof, value))
+        if in_loop and not 0 <= size <= _SMALL_BYTES:
+            return None
+        if size < 0:
             item = Message(Kind.ITEMS)
             self._agent.codec.answer_encoder(self._request).pack(value, item)
-            size = item.nbytes
+            value, size = item, item.nbytes
         with self._lock:
-            due = self.outflow.add(item, size)
+            due = self.outflow.add(value, size)
         if not due:
             return _GO
         self._send()
@@ -230,7 +236,7 @@ class PlainProducer(Producer):
         """Makes items until none may be made; returns how to go on, None if it must rest."""
         generator, until = self._generator, monotonic() + _SLICE_SECONDS
         try:
-            step = self._next_step()
+            step: Step | None = self._next_step()
             while step is _GO:
                 step = self._add(next(generator))
                 if monotonic() > until:
@@ -305,9 +311,7 @@ class AsyncProducer(Producer):
                 value = await anext(self._generator)
             except StopAsyncIteration:
                 return
-            if type(value) in _PLAIN_TYPES and getsizeof(value) <= _SMALL_BYTES:
-                self._add(value)
-            else:
+            if self._add(value, in_loop=True) is None:
                 added: asyncio.Future[None] = loop.create_future()
                 job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
                 self._agent.receiver.run(RequestJob(self._request, job))
