@@ -28,7 +28,7 @@ from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.shared_call import Sharer
 from zrpc.services.groups.target import Deadline, Joining, Target
-from zrpc.services.streams.consumer import Consumer, wake
+from zrpc.services.streams.consumer import Consumer, present_reader, wake
 from zrpc.services.streams.stream import Stream
 
 __all__ = ["Merged", "merge"]
@@ -48,6 +48,7 @@ class Merged:
         items: those that can be taken at once: each with its place.
         name: the same.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: by whom; see `present_reader`.
         sharer: gives out the items of `zrpc.share`; None if each place has its stream already.
     """
 
@@ -61,6 +62,7 @@ class Merged:
         self._timeout = timeout
         self.items: deque[Any] = deque()
         self.used_at = monotonic()
+        self.read_by = present_reader()
         self.sharer: StreamSharer | None = None
         # Places for which something may have arrived, maybe twice; and what wakes those who wait.
         # A place is appended before wakers are taken, and a waker before the places are looked at.
@@ -211,7 +213,7 @@ class Merged:
 
     def _take(self) -> bool:
         """Takes the next item, if there is one; returns whether there is."""
-        self.used_at = monotonic()
+        self.used_at, self.read_by = monotonic(), present_reader()
         while self._ready:
             try:
                 place = self._ready.popleft()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,9 +17,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from zrpc.agent.agent import Agent
+from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
+from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.streams.batches import Credit, items_of, number_of
@@ -26,7 +29,7 @@ from zrpc.services.streams.inflow import Inflow
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer", "Reader", "wake"]
+__all__ = ["Consumer", "Reader", "present_reader", "wake"]
 
 
 class Reader(Protocol):
@@ -34,9 +37,11 @@ class Reader(Protocol):
 
     Attributes:
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: see `present_reader`.
     """
 
     used_at: float
+    read_by: Any
 
     @property
     def is_awaited(self) -> bool:
@@ -57,6 +62,7 @@ class Consumer:
         call: the same.
         items: those that can be taken at once, without a lock.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: by whom; see `present_reader`.
         returned: whether the function was no generator, and its value is the outcome.
         reader: what reads it together with others; None if it is read alone.
     """
@@ -84,6 +90,7 @@ class Consumer:
         self._notify: Callable[[], object] | None = None
         self._opening = False
         self.used_at = monotonic()
+        self.read_by = present_reader()
 
     @property
     def name(self) -> str:
@@ -99,6 +106,11 @@ class Consumer:
     def outcome(self) -> Any:
         """What has ended the stream: an answer or an error."""
         return self._inflow.outcome[0]
+
+    @property
+    def calls(self) -> list[PendingCall]:
+        """The call, as those of several streams."""
+        return [self.call]
 
     def follow(self, reader: Reader, notify: Callable[[], object]) -> None:
         """Notifies a reader whenever something has arrived; also now, as it may have."""
@@ -257,7 +269,7 @@ class Consumer:
             Exception: what has ended the stream.
         """
         with self._lock:
-            self.used_at = monotonic()
+            self.used_at, self.read_by = monotonic(), present_reader()
             if self.items:
                 return True
             if self._opening:
@@ -334,6 +346,14 @@ class Consumer:
             self._inflow.abort(error.with_traceback(None))
         self._ended(self)
         self.call.cancel()
+
+
+def present_reader() -> Any:
+    """Returns what runs here: the scope of a handler, a weak reference to a task, or a thread."""
+    if (scope := current_scope()) is not None:
+        return scope
+    task = None if running_loop() is None else asyncio.current_task()
+    return threading.get_ident() if task is None else weakref.ref(task)
 
 
 def wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
