@@ -165,6 +165,25 @@ def relay(stream_of: Any) -> Iterator[int]:
     yield from stream_of.rpc_stream(prefetch=2).count_up()
 
 
+def stop(node: Any) -> None:
+    node.stop()
+
+
+@zrpc.actor
+class Quitter:
+    closed = 0  # of this process, so of all workers
+
+    def stop_through(self, to: int, me: Any) -> str:
+        try:
+            zrpc.rpc_sync(to, stop, args=(me,))
+        except zrpc.RpcError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        Quitter.closed += 1
+
+
 def outcome(future: Any) -> str:
     try:
         return str(future.wait())
@@ -319,6 +338,17 @@ def test_a_group_of_which_one_member_goes_on_is_no_circle(caller: Mesh) -> None:
     a, b = two(caller)
     found = a.rpc_sync(SOON).read_the_quick_one(b, a)
     assert found == [0, 1, 2]
+
+
+def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(
+    caller: Mesh,
+) -> None:
+    quitter = zrpc.remote(1, Quitter)
+    assert CIRCLE in quitter.rpc_sync().stop_through(2, quitter)
+    quitter.stop()  # waits for the first stop
+    assert Quitter.closed == 1
+    with pytest.raises(zrpc.RpcError, match="was stopped by worker2"):
+        quitter.rpc_sync().stop_through(2, quitter)
 
 
 def test_two_calls_that_cross_each_other_are_found(caller: Mesh) -> None:
