@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
 import zrpc
-from tests.support.identity import Same
+from tests.support.identity import Same, event
 from tests.support.waiting import SOON
 from zrpc.services.inspection.circles import Circle
 from zrpc.testing import Mesh
@@ -72,6 +75,54 @@ class Node:
         both.meet()
         return other.rpc_sync().touch()
 
+    def items_of(self, other: Any) -> Iterator[Any]:
+        yield other.rpc_sync().touch()
+
+    async def items_in_loop(self, other: Any) -> AsyncIterator[Any]:
+        yield await other.rpc_async().touch()
+
+    def count_up(self) -> Iterator[int]:
+        yield from range(10**9)
+
+    async def count_up_in_loop(self) -> AsyncIterator[int]:
+        for number in range(10**9):
+            yield number
+
+    def read_items(self, other: Any, own: Any) -> Any:
+        return list(other.rpc_stream().items_of(own))
+
+    async def read_in_loop(self, other: Any, own: Any) -> Any:
+        return [item async for item in other.rpc_stream().items_in_loop(own)]
+
+    def read_group(self, other: Any, own: Any) -> Any:
+        return list(zrpc.group([other, other]).rpc_stream().items_of(own))
+
+    def read_shared(self, other: Any, own: Any) -> Any:
+        return list(zrpc.rpc_stream(zrpc.group("worker2"), touch, args=(zrpc.share([own]),)))
+
+    def read_the_quick_one(self, other: Any, own: Any) -> list[Any]:
+        run = zrpc.each([touch_soon, slowly])
+        with zrpc.rpc_stream(zrpc.group("worker[02]"), apply, args=(run, own)) as stream:
+            return [next(stream)[1] for _ in range(3)]
+
+    def call_group(self, other: Any, own: Any) -> Any:
+        return zrpc.group([other, own]).rpc_sync().touch()
+
+    def call_workers(self, other: Any, own: Any) -> Any:
+        slow_and_circle = zrpc.each([await_circle, touch_and_tell])
+        return zrpc.rpc_sync(zrpc.group("worker[02]"), apply, args=(slow_and_circle, own))
+
+    def call_shared(self, other: Any, own: Any) -> Any:
+        return zrpc.rpc_sync(zrpc.group("worker[02]"), touch, args=(zrpc.share([own] * 2),))
+
+    def read_and_call(self, other: Any, own: Any) -> Any:
+        for _ in other.rpc_stream(prefetch=2).count_up():
+            other.rpc_sync().touch()
+
+    async def read_and_call_in_loop(self, other: Any, own: Any) -> Any:
+        async for _ in other.rpc_stream(prefetch=2).count_up_in_loop():
+            await other.rpc_async().touch()
+
     def catch(self, other: Any) -> str:
         try:
             other.rpc_sync().touch()
@@ -82,6 +133,36 @@ class Node:
 
 def touch(node: Any) -> Any:
     return node.rpc_sync().touch()
+
+
+def apply(function: Any, *args: Any) -> Any:
+    return function(*args)
+
+
+def await_circle(_: Any) -> None:
+    """Ends when the circle was found."""
+    assert event("circle").wait(SOON)
+
+
+def touch_and_tell(node: Any) -> Any:
+    try:
+        return touch(node)
+    finally:
+        event("circle").set()
+
+
+def touch_soon(node: Any) -> Iterator[Any]:
+    yield touch(node)
+
+
+def slowly(_: Any) -> Iterator[int]:
+    for number in range(3):
+        time.sleep(0.6)  # together as long as it takes to find several circles
+        yield number
+
+
+def relay(stream_of: Any) -> Iterator[int]:
+    yield from stream_of.rpc_stream(prefetch=2).count_up()
 
 
 def stop(node: Any) -> None:
@@ -160,6 +241,103 @@ def test_a_circle_through_other_ways_is_found(caller: Mesh, method: str, argumen
     with pytest.raises(zrpc.RpcError, match=CIRCLE):
         getattr(a.rpc_sync(), method)(*(meaning[each] for each in arguments))
     assert a.rpc_sync().touch() == 1
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "read_items",
+        "read_in_loop",
+        "read_group",
+        "read_shared",
+        "call_group",
+        "call_workers",
+        "call_shared",
+        "read_and_call",
+        "read_and_call_in_loop",
+    ],
+)
+def test_a_circle_through_groups_and_streams_is_found(caller: Mesh, method: str) -> None:
+    a, b = two(caller)
+    with pytest.raises(zrpc.RpcError, match=CIRCLE):
+        getattr(a.rpc_sync(SOON), method)(b, a)
+    assert zrpc.wait_all([a.rpc_async(SOON).touch(), b.rpc_async(SOON).touch()])
+
+
+@pytest.mark.parametrize("method", ["count_up", "count_up_in_loop"])
+@pytest.mark.parametrize("read", [0, 3])
+def test_a_call_by_the_reader_of_a_stream_fails_with_the_streams_name(
+    caller: Mesh, method: str, read: int
+) -> None:
+    a, _ = two(caller)
+    stream = getattr(a.rpc_stream(prefetch=2), method)()
+    assert [next(stream) for _ in range(read)] == [*range(read)]
+    with pytest.raises(zrpc.RpcError, match=rf"the stream Node.{method} .*rests") as caught:
+        a.rpc_sync().touch()
+    assert CIRCLE in str(caught.value)
+    assert caught.value.executed is False
+    assert [next(stream) for _ in range(3)] == [*range(read, read + 3)]  # it goes on
+    stream.close()
+    assert a.rpc_sync(SOON).touch() == 1
+
+
+def test_a_second_stream_behind_one_that_its_reader_has_fails(caller: Mesh) -> None:
+    a, b = two(caller)
+    with zrpc.group([a, b]).rpc_stream(prefetch=2).count_up() as stream:
+        assert next(stream)[1] == 0
+        with pytest.raises(zrpc.RpcError, match=CIRCLE):
+            next(a.rpc_stream().count_up())
+        with pytest.raises(zrpc.GroupError, match=CIRCLE):
+            next(zrpc.group([a, b]).rpc_stream().count_up())
+    assert a.rpc_sync(SOON).touch() == 1
+
+
+def test_a_call_by_a_task_that_reads_a_stream_fails(caller: Mesh) -> None:
+    a, b = two(caller)
+
+    async def main(source: Any) -> None:
+        async for _ in source.rpc_stream(prefetch=2).count_up():
+            await a.rpc_async().touch()
+
+    for source in (a, zrpc.group([a, b])):
+        with pytest.raises(zrpc.RpcError, match=r"a coroutine waits for Node\.touch"):
+            asyncio.run(main(source))
+    assert a.rpc_sync(SOON).touch() == 1
+
+
+def test_a_circle_through_a_stream_of_a_stream_is_found(caller: Mesh) -> None:
+    a, _ = two(caller)
+    with zrpc.rpc_stream(2, relay, args=(a,), prefetch=2) as stream:
+        assert next(stream) == 0
+        with pytest.raises(zrpc.RpcError, match=r"Node.count_up .*relay .*rests"):
+            a.rpc_sync().touch()
+    assert a.rpc_sync(SOON).touch() == 1
+
+
+def test_a_call_behind_a_stream_that_another_thread_reads_waits_its_turn(caller: Mesh) -> None:
+    a, _ = two(caller)
+    has_read = threading.Event()
+    stream = a.rpc_stream(prefetch=2).count_up()
+
+    def read() -> None:
+        with caller.agent(0).as_current():
+            next(stream)
+            has_read.set()
+            time.sleep(1.5)  # as long as it takes to find several circles
+            stream.close()
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert has_read.wait(SOON)
+    assert a.rpc_sync(SOON).touch() == 1
+    thread.join(SOON)
+
+
+def test_a_group_of_which_one_member_goes_on_is_no_circle(caller: Mesh) -> None:
+    """The reader may leave before it needs the member that waits for it."""
+    a, b = two(caller)
+    found = a.rpc_sync(SOON).read_the_quick_one(b, a)
+    assert found == [0, 1, 2]
 
 
 def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(

@@ -215,7 +215,7 @@ class RRefGroup(Group[RRef[T]]):
         timeout: float = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
         deadline: float = 0,
-    ) -> Any:
+    ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of all items.
 
         The items come as they are made, each with the place of its member. With `zrpc.share` the

@@ -23,12 +23,12 @@ from zrpc.agent.agent import Agent
 from zrpc.calls.future_error import without_frames
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import GroupError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninterrupted
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.shared_call import Sharer
 from zrpc.services.groups.target import Deadline, Joining, Target
-from zrpc.services.streams.consumer import Consumer, wake
+from zrpc.services.streams.consumer import Consumer, present_reader, wake
 from zrpc.services.streams.stream import Stream
 
 __all__ = ["Merged", "merge"]
@@ -48,6 +48,7 @@ class Merged:
         items: those that can be taken at once: each with its place.
         name: the same.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: by whom; see `present_reader`.
         sharer: gives out the items of `zrpc.share`; None if each place has its stream already.
     """
 
@@ -61,6 +62,7 @@ class Merged:
         self._timeout = timeout
         self.items: deque[Any] = deque()
         self.used_at = monotonic()
+        self.read_by = present_reader()
         self.sharer: StreamSharer | None = None
         # Places for which something may have arrived, maybe twice; and what wakes those who wait.
         # A place is appended before wakers are taken, and a waker before the places are looked at.
@@ -94,7 +96,8 @@ class Merged:
 
     def fail(self, place: int, error: Exception) -> None:
         """Notes that a place has no stream."""
-        self._finish(place, None, error)
+        if self._end(place, None, error):
+            self._after_end()
 
     def forget(self, place: int) -> None:
         """Leaves a stream: there will be another one at its place."""
@@ -131,26 +134,25 @@ class Merged:
             except IndexError:  # another thread has taken it
                 return
 
-    def _finish(self, place: int, consumer: Consumer | None, error: Exception | None) -> bool:
+    def _end(self, place: int, consumer: Consumer | None, error: Exception | None) -> bool:
         """Notes that a place has come to its end; returns False if it has before."""
         with self._lock:
-            stream = self._streams.get(place)
-            if self._closed or (stream is None) != (consumer is None):
+            _, known = self._streams.get(place, (None, None))
+            if self._closed or known is not consumer:
                 return False
-            if stream is not None:
-                if stream[1] is not consumer:
-                    return False
-                del self._streams[place]
-            self._left -= 1
+            self._streams.pop(place, None)
             self._asked.pop(place, None)
+            self._left -= 1
             if error is not None:
                 self._errors[place] = without_frames(error)
-            last = not self._left
-        if last:
+        return True
+
+    def _after_end(self) -> None:
+        """Gives out the next item, or wakes all that wait for one."""
+        if not self._left:
             self._ring()
         if self.sharer is not None:
-            self.sharer.finish() if last else self.sharer.go_on()
-        return True
+            self.sharer.go_on() if self._left else self.sharer.finish()
 
     # -- the reader --------------------------------------------------------------------------
 
@@ -211,18 +213,23 @@ class Merged:
 
     def _take(self) -> bool:
         """Takes the next item, if there is one; returns whether there is."""
-        self.used_at = monotonic()
-        while self._ready:
-            try:
-                place = self._ready.popleft()
-            except IndexError:  # another thread has taken it
-                break
-            _, consumer = self._streams.get(place, (None, None))
-            if consumer is not None and self._take_of(place, consumer):
-                return True
+        self.used_at, self.read_by = monotonic(), present_reader()
+        try:
+            while self._ready:
+                try:
+                    place = self._ready.popleft()
+                except IndexError:  # another thread has taken it
+                    break
+                _, consumer = self._streams.get(place, (None, None))
+                if consumer is not None and self._take_of(place, consumer):
+                    return True
+        except BaseException:  # of a signal handler: a place may be missing from the list
+            for place, _ in self.opened():
+                self._list(place)
+            raise
         if self._left and not self._closed:
             return False
-        errors = {} if self._closed else self._errors
+        errors = {} if self._closed else dict(sorted(self._errors.items()))
         if not errors:
             raise StopIteration
         ended = dict.fromkeys(each for each in range(len(self._names)) if each not in errors)
@@ -234,29 +241,26 @@ class Merged:
         try:
             if not consumer.has_items():
                 return False
-            try:
-                item = place, consumer.items.popleft()
-            except IndexError:  # another thread has taken it
-                pass
-            else:
+            with uninterrupted:
+                self._list(place)
                 self._asked[place] = self._waited()
-                self.items.append(item)
-            self._list(place)
+                with contextlib.suppress(IndexError):  # another thread has taken it
+                    self.items.append((place, consumer.items.popleft()))
             return bool(self.items)
         except StopIteration as end:
             value = end.value
         except Exception as failure:
             if raised_by_handler(failure):
-                self._list(place)
                 raise
             error = failure
-        except BaseException:  # Ctrl-C
-            self._list(place)
-            raise
         if self.sharer is not None and self.sharer.end(place, consumer):
             return False  # another member gets it
-        if self._finish(place, consumer, error) and error is None and consumer.returned:
-            self.items.append(value)
+        with uninterrupted:
+            ended = self._end(place, consumer, error)
+            if ended and error is None and consumer.returned:
+                self.items.append(value)
+        if ended:
+            self._after_end()
         return bool(self.items)
 
     @contextlib.contextmanager

@@ -179,6 +179,18 @@ class Sharer(ABC):
             self._handle.remove()
 
 
+class _Item(Future[Any]):
+    """The future of an item.
+
+    Attributes:
+        given: that of the call of a member, once there is one; for what shows who waits for whom.
+    """
+
+    __slots__ = ("given",)
+
+    given: Future[Any]
+
+
 class _CallSharer(Sharer):
     """Gives out items by calls, and keeps their results.
 
@@ -189,7 +201,7 @@ class _CallSharer(Sharer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._left = len(self._items)
-        self.parts: list[Future[Any]] = [Future() for _ in self._items]
+        self.parts = [_Item() for _ in self._items]
         for part in self.parts:
             part.add_done_callback(self._on_part_done)
         if not self.parts:
@@ -201,6 +213,7 @@ class _CallSharer(Sharer):
             self._end(item)
             return
         call: Future[Any] = target.ask(body, seconds)
+        self.parts[item].given = call
         self.parts[item].add_done_callback(partial(_cancel, call))
         call.add_done_callback(partial(self._on_answer, item))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zrpc.agent.agent import Agent
@@ -76,7 +76,7 @@ class ActorCircles:
         for mailbox in self._agent.service(RRefService).mailboxes():
             for running, waiting in mailbox.look():
                 waits = any(now - each.scope.arrived > _LONG_SECONDS for each in waiting)
-                if waits and running and all(each.scope.children() for each in running):
+                if waits and running and _all_wait(running):
                     return True
         return False
 
@@ -101,6 +101,14 @@ class ActorCircles:
         for caller, number in circle.calls:
             request: Any = self._agent.callee.requests.get(caller, number)
             mailbox = None if request is None else request.scope.mailbox
-            if mailbox is not None:
+            # What was seen at different moments need no longer be so: a stream may run on.
+            if mailbox is not None and any(
+                request in waiting and _all_wait(running) for running, waiting in mailbox.look()
+            ):
                 for step in mailbox.refuse(request.scope, circle.error()):
                     step()
+
+
+def _all_wait(running: Sequence[Message]) -> bool:
+    """Returns whether all that runs on an actor waits for calls, or for the reader of its items."""
+    return all(each.scope.rests or each.scope.children() for each in running)

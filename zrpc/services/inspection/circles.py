@@ -41,8 +41,8 @@ class Circle(NamedTuple):
         """Returns the error of these calls."""
         error = RpcError(
             f"actors wait in a circle, so that none of these calls could go on: {self.text} This "
-            "call was not begun, so that the others go on. Make it later, or mark a method of the "
-            "circle with @zrpc.concurrent"
+            "call was not begun, so that the others go on. Make it later (after a stream's end, or "
+            "its close()), or mark a method of the circle with @zrpc.concurrent"
         )
         error.executed = False
         return error

@@ -28,6 +28,7 @@ from zrpc.services.inspection.questions import Standings
 from zrpc.services.inspection.snapshot import Actor, Call, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.stacks import activities, requests_to_begin, waiters_of
 from zrpc.services.rref.service import RRefService
+from zrpc.services.streams.service import StreamService
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -192,7 +193,7 @@ def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
     found = activities(agent)[:max_entries] if max_entries else []
     handled = {activity.request for activity in found}
     waited_for = {call_id for activity in found for call_id in activity.calls}
-    calls = agent.caller.calls.in_flight()
+    calls, readers = agent.caller.calls.in_flight(), agent.service(StreamService).readers()
     requests = agent.callee.requests.all()
     # First those that something waits for, or works on.
     calls.sort(key=lambda call: call.call_id not in waited_for)
@@ -206,7 +207,10 @@ def take_snapshot(agent: Agent, max_entries: int) -> Snapshot:
         members=_members(agent),
         pool=Pool(load.size, load.running, load.threads, load.queued, load.full_for),
         activities=found,
-        calls=[_call(call, call.call_id in waited_for) for call in calls[:max_entries]],
+        calls=[
+            _call(call, call.call_id in waited_for, readers.get(call.call_id))
+            for call in calls[:max_entries]
+        ],
         requests=[_request(each, work) for each in requests[:max_entries]],
         actors=[_actor(each) for each in work.mailboxes[:max_entries]],
         calls_in_all=len(calls),
@@ -231,7 +235,7 @@ def _members(agent: Agent) -> list[Member]:
     ]
 
 
-def _call(call: PendingCall, waited_for: bool) -> Call:
+def _call(call: PendingCall, waited_for: bool, reader: Any) -> Call:
     now = time.monotonic()
     return Call(
         id=call.call_id,
@@ -241,6 +245,9 @@ def _call(call: PendingCall, waited_for: bool) -> Call:
         age=max(0.0, now - call.begun),
         left=None if call.deadline == NEVER else max(0.0, call.deadline - now),
         waited_for=waited_for,
+        reader=(reader.caller.member_id, reader.call_id)
+        if isinstance(reader, CancelScope)
+        else None,
     )
 
 
@@ -268,6 +275,7 @@ def _request(request: Message, work: _Work) -> Request:
         needs=needs,
         actor=actor,
         behind=[(each.sender, each.call_id) for each in running],
+        rests=request.scope.rests,
     )
 
 

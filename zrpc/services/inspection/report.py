@@ -92,7 +92,7 @@ class Report:
         return [
             [
                 f"A circle of waiting over {_workers(cycle)}: none of these can go on.",
-                *(f"{n}. {self._step(*step)}" for n, step in enumerate(_told(cycle), 1)),
+                *(f"{n}. {self._step(*step)}" for n, step in enumerate(self._told(cycle), 1)),
                 "and that is where it began.",
             ]
             for cycle in self.graph.cycles()
@@ -103,7 +103,9 @@ class Report:
         return [
             (
                 cycle,
-                " ".join(f"({n}) {self._step(*step)}" for n, step in enumerate(_told(cycle), 1)),
+                " ".join(
+                    f"({n}) {self._step(*step)}" for n, step in enumerate(self._told(cycle), 1)
+                ),
             )
             for cycle in self.graph.cycles()
         ]
@@ -128,7 +130,7 @@ class Report:
             if activity.cpu is None or not again or again[0].cpu != activity.cpu:
                 continue
             name = self._name(end.member)
-            steps = [self._step(*step) for step in _told(path)]
+            steps = [self._step(*step) for step in self._told(path)]
             steps.append(f"{name}: {self._who(end)} stands still{_at(activity.where)}.")
             found.append(
                 [
@@ -155,6 +157,14 @@ class Report:
             ],
             "cycles": self.cycles(),
         }
+
+    def _told(self, path: Sequence[tuple[Node, Link]]) -> list[tuple[Node, Link]]:
+        """Returns the steps worth telling: not that a call is at its handler, or in a queue."""
+        return [
+            (node, link)
+            for node, link in path
+            if node.kind != "request" or link.to.kind == "request" or self.graph.request(node).rests
+        ]
 
     def _is_first_of_process(self, snapshot: Snapshot) -> bool:
         key = (snapshot.host, snapshot.pid)
@@ -219,6 +229,11 @@ class Report:
                 threads = f"the only thread of its pool {size} waits"
             return f"what is queued can't begin: {threads} like this."
         request = self.graph.request(node)
+        if request.rests:
+            reader = self._name(link.to.member)
+            return (
+                f"the stream {self._request(request)} rests until its items are read at {reader}."
+            )
         if request.behind:
             return (
                 f"{self._request(request)} waits for its turn on the actor {request.actor}, which "
@@ -237,13 +252,6 @@ def stack_text(title: str, frames: Iterable[tuple[str, int, str]]) -> str:
     """
     summaries = [traceback.FrameSummary(file, line, function) for file, line, function in frames]
     return f"{title}, most recent call last:\n" + "".join(traceback.format_list(summaries))
-
-
-def _told(path: Sequence[tuple[Node, Link]]) -> list[tuple[Node, Link]]:
-    """Returns the steps worth telling: not that a call is at its handler, or in a queue."""
-    return [
-        (node, link) for node, link in path if node.kind != "request" or link.to.kind == "request"
-    ]
 
 
 def _workers(cycle: Sequence[tuple[Node, Link]]) -> str:

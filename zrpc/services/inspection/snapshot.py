@@ -11,7 +11,7 @@ from zrpc.wire.member_id import MemberId, rank_of
 __all__ = ["FORMAT", "Activity", "Actor", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
 
 # Raised when the fields change.
-FORMAT = 5
+FORMAT = 6
 
 
 class Frame(NamedTuple):
@@ -37,6 +37,8 @@ class Call:
         age: seconds since the call was made.
         left: seconds until its deadline; None if it has none.
         waited_for: whether a thread or a coroutine is seen to wait for it.
+        reader: if it is a stream: the caller and the number of the request whose handler reads it;
+            None if that is no handler.
     """
 
     id: int
@@ -46,6 +48,7 @@ class Call:
     age: float
     left: float | None
     waited_for: bool
+    reader: tuple[MemberId, int] | None = None
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Request:
         needs: the RRef whose value it asks for; empty if it asks for none.
         actor: the class of the actor that it calls, if it waits for its turn there.
         behind: the caller and the number of each call that runs there; one of them must end first.
+        rests: whether it is a generator that rests until its items are read.
     """
 
     caller: MemberId
@@ -75,6 +79,7 @@ class Request:
     needs: str = ""
     actor: str = ""
     behind: list[tuple[MemberId, int]] = field(default_factory=list)
+    rests: bool = False
 
 
 @dataclass(slots=True)
@@ -105,6 +110,8 @@ class Activity:
         loop: whether it is the thread of the worker's event loop.
         cpu: the processor time that the thread has used, in seconds; None if not known.
         calls: the numbers of the calls that it waits for.
+        any: whether it goes on as soon as one of them does.
+        reads: the numbers of the streams that it reads, if it is no handler.
         request: the caller and the number of the request that it handles.
         what: the name of the handler, or the empty string.
     """
@@ -117,6 +124,8 @@ class Activity:
     loop: bool = False
     cpu: float | None = None
     calls: list[int] = field(default_factory=list)
+    any: bool = False
+    reads: list[int] = field(default_factory=list)
     request: tuple[MemberId, int] | None = None
     what: str = ""
 
@@ -220,12 +229,16 @@ class Snapshot:
             content["members"] = [Member(**member) for member in content["members"]]
             content["pool"] = Pool(**content["pool"])
             content["activities"] = [_activity(**each) for each in content["activities"]]
-            content["calls"] = [Call(**call) for call in content["calls"]]
+            content["calls"] = [_call(**call) for call in content["calls"]]
             content["requests"] = [_request(**request) for request in content["requests"]]
             content["actors"] = [_actor(**each) for each in content["actors"]]
             return cls(**content)
         except (TypeError, KeyError) as error:
             raise ValueError(f"expected a snapshot, found something else: {error}") from error
+
+
+def _call(reader: Any, **rest: Any) -> Call:
+    return Call(reader=None if reader is None else (reader[0], reader[1]), **rest)
 
 
 def _request(behind: Any, **rest: Any) -> Request:

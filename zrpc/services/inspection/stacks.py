@@ -3,8 +3,8 @@
 Calls and handlers note what is needed to tell. A call knows the threads that wait for it. A request
 knows its function, and the thread or the asyncio task in which its handler began. Frames are read
 for their text only: files, lines and names of functions. No name of a local variable matters,
-except for the parameters of ``wait_all``, torch's and zrpc's, and of a future's ``wait``: these
-note nothing.
+except for the parameters of ``wait_all``, torch's and zrpc's, and of the waits for a future and for
+the streams of a group: these note nothing.
 
 A thread handles a request if the request began in it, has neither returned nor become a coroutine,
 and the thread's stack still holds the function that runs handlers. That must be so before and after
@@ -25,12 +25,13 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
+from types import AsyncGeneratorType, FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from zrpc.agent.agent import Agent
+from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
@@ -39,7 +40,11 @@ from zrpc.calls.pending_call import PendingCall, State
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.thread_frames import thread_frames
+from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.merged import Merged
 from zrpc.services.inspection.snapshot import Activity, Frame
+from zrpc.services.streams.consumer import Consumer
+from zrpc.services.streams.service import StreamService
 from zrpc.wire.message import Message
 
 __all__ = ["activities", "requests_to_begin", "waiters_of"]
@@ -57,7 +62,11 @@ _PARAMETERS = {
     torch.futures.wait_all.__code__: "futures",
     wait_all.__code__: "futures",
     Future.wait.__code__: "self",
+    GroupFuture.wait.__code__: "self",
+    Merged._wait.__code__: "self",
 }
+# What waits for items of streams in a task.
+_READERS = (Consumer.fill_async.__code__, Merged.fill_async.__code__)
 _AWAIT = Future.__await__.__code__
 _MAX_FRAMES = 1000
 _MAX_COROUTINES = 1000
@@ -78,6 +87,7 @@ def activities(agent: Agent) -> list[Activity]:
         for ident, request in _handlers(agent).items()
         if before.get(ident) is request
     }
+    reads = _reads(agent)
     found, running = [], set()
     for thread in threading.enumerate():
         ident = thread.ident or 0
@@ -92,10 +102,13 @@ def activities(agent: Agent) -> list[Activity]:
         activity = _activity(thread.name, stack, request)
         activity.own, activity.cpu = own, processor_time_of(ident)
         activity.loop = thread is agent.event_loop.thread
-        activity.calls = calls.get(ident) or _ids(_futures_waited_for(stack), agent)
+        futures, activity.any = _futures_waited_for(stack)
+        activity.calls = _union(calls.get(ident, ()), _ids(futures, agent))
+        activity.reads = reads.pop(ident, [])
         found.append(activity)
         running.add(activity.request)
-    return found + [each for each in _coroutines(agent) if each.request not in running]
+    found += [each for each in _coroutines(agent) if each.request not in running]
+    return found + [_reading(agent, each, streams) for each, streams in reads.items()]
 
 
 def requests_to_begin(agent: Agent) -> list[Message]:
@@ -124,6 +137,22 @@ def _handlers(agent: Agent) -> dict[int, Message]:
     return found
 
 
+def _reads(agent: Agent) -> dict[Any, list[int]]:
+    """Returns the streams that are read by no handler: by the ident of a thread, or by the task."""
+    found: defaultdict[Any, list[int]] = defaultdict(list)
+    for number, reader in agent.service(StreamService).readers().items():
+        if not isinstance(reader, CancelScope):
+            found[reader if isinstance(reader, int) else reader()].append(number)
+    return found
+
+
+def _reading(agent: Agent, task: Any, streams: list[int]) -> Activity:
+    """Describes a task of the program's own that reads streams; or a thread that has ended."""
+    if not isinstance(task, asyncio.Task) or task.done():
+        return Activity("what has ended", [])
+    return _of_coroutine(agent, task.get_coro(), task, None, streams)
+
+
 def _calls_by_thread(agent: Agent) -> dict[int, list[int]]:
     """Returns the ids of the calls that each thread waits for, or waits to send, by its ident."""
     found: defaultdict[int, list[int]] = defaultdict(list)
@@ -149,14 +178,29 @@ def _coroutines(agent: Agent) -> list[Activity]:
             coroutines[id(request)] = (request, task.get_coro())
     found = []
     for request, coroutine in coroutines.values():
-        chain = _await_chain(coroutine)
-        frames = [each for each in map(_frame_of, reversed(chain)) if each is not None]
-        activity = _activity("a coroutine", frames, request)
-        activity.task = True
-        futures = _futures_awaited(chain) or _futures_gathered(request.scope.task)
-        activity.calls = _ids(futures, agent)
-        found.append(activity)
+        found.append(_of_coroutine(agent, coroutine, request.scope.task, request))
+        found[-1].task = True
     return found
+
+
+def _of_coroutine(
+    agent: Agent, coroutine: Any, task: Any, request: Message | None, reads: Sequence[int] = ()
+) -> Activity:
+    """Describes a coroutine that waits."""
+    chain = _await_chain(coroutine)
+    frames = [each for each in map(_frame_of, reversed(chain)) if each is not None]
+    activity = _activity("a coroutine", frames, request)
+    futures = _futures_awaited(chain) or _futures_gathered(task)
+    sources = [
+        source
+        for each in chain
+        if getattr(each, "cr_code", None) in _READERS
+        for source in _held_by(each, (Consumer, Merged))
+    ]
+    activity.any = bool(sources)
+    activity.calls = _ids([*futures, *sources], agent)
+    activity.reads = [*reads]
+    return activity
 
 
 def _coming(agent: Agent) -> list[tuple[Message, Any]]:
@@ -169,13 +213,20 @@ def _coming(agent: Agent) -> list[tuple[Message, Any]]:
 
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
     """Returns the numbers of the outstanding calls of an agent that futures stand for."""
-    calls = [each._call for future in futures for each in _sources(future)]
+    calls = [call for each in futures for call in _calls_of(each)]
     known = agent.caller.calls
     return [
         call.call_id
         for call in calls
         if call is not None and not call.settled and known.get(call.call_id) is call
     ]
+
+
+def _calls_of(each: Any) -> list[PendingCall | None]:
+    """Returns the calls that a future, or a reader of streams, stands for."""
+    if isinstance(each, (Consumer, Merged)):
+        return [*each.calls]
+    return [source._call for source in _sources(each)]
 
 
 def _sources(future: Any) -> list[Future[Any]]:
@@ -188,6 +239,7 @@ def _sources(future: Any) -> list[Future[Any]]:
             found.append(each)
             left.append(each._source())
             left += getattr(each, "parts", ())
+            left.append(getattr(each, "given", None))
     return found
 
 
@@ -227,15 +279,20 @@ def _is_users(file: str) -> bool:
     return not file.startswith(_STDLIB) or any(part in file for part in _PACKAGES)
 
 
-def _futures_waited_for(stack: Iterable[FrameType]) -> list[Any]:
-    """Returns the futures that a thread waits for by ``wait_all`` or by ``wait``."""
+def _futures_waited_for(stack: Sequence[FrameType]) -> tuple[list[Any], bool]:
+    """Returns the futures that a thread waits for, and whether one of them is enough."""
+    found: list[Any] = []
     for frame in stack:
         if (name := _PARAMETERS.get(frame.f_code)) is not None:
-            found = frame.f_locals.get(name)
-            return list(found) if isinstance(found, (list, tuple)) else [found]
+            each = frame.f_locals.get(name)
+            found += each if isinstance(each, (list, tuple)) else [each]
         if _is_users(frame.f_code.co_filename):
             break
-    return []
+    return found, any(isinstance(each, Merged) for each in found)
+
+
+def _union(*numbers: Iterable[int]) -> list[int]:
+    return list(dict.fromkeys(number for each in numbers for number in each))
 
 
 # -- from coroutines -------------------------------------------------------------------------
@@ -246,13 +303,18 @@ def _await_chain(coroutine: Any) -> list[Any]:
     chain: list[Any] = []
     while coroutine is not None and _frame_of(coroutine) is not None and len(chain) < _MAX_FRAMES:
         chain.append(coroutine)
-        inner = getattr(coroutine, "cr_await", None)
-        coroutine = inner if inner is not None else getattr(coroutine, "gi_yieldfrom", None)
+        inner = [
+            getattr(coroutine, name, None) for name in ("cr_await", "ag_await", "gi_yieldfrom")
+        ]
+        coroutine = next((each for each in inner if each is not None), None)
+        if type(coroutine).__name__.startswith("async_generator_"):  # a step of one
+            coroutine = next(iter(_held_by(coroutine, AsyncGeneratorType)), None)
     return chain
 
 
 def _frame_of(coroutine: Any) -> FrameType | None:
-    return getattr(coroutine, "cr_frame", None) or getattr(coroutine, "gi_frame", None)
+    frames = (getattr(coroutine, name, None) for name in ("cr_frame", "ag_frame", "gi_frame"))
+    return next((frame for frame in frames if frame is not None), None)
 
 
 def _futures_awaited(chain: Sequence[Any]) -> list[Future[Any]]:
@@ -269,6 +331,6 @@ def _futures_gathered(task: asyncio.Task[Any] | None) -> list[Future[Any]]:
     return [future for each in tasks for future in _futures_awaited(_await_chain(each.get_coro()))]
 
 
-def _held_by(coroutine: Any, kind: type[T]) -> list[T]:
+def _held_by(coroutine: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
     """Returns the objects of a type that a suspended coroutine's own frame refers to."""
     return [each for each in gc.get_referents(coroutine) if isinstance(each, kind)]

@@ -3,9 +3,10 @@
 A thread or a coroutine that waits for calls needs all of their answers. A call needs the handler
 that runs for it. A queued call needs *any* thread of the pool. A call that asks for the value of an
 RRef needs the call that makes the value. A call of an actor that waits for its turn needs *any* of
-those that run there. A coroutine also needs the thread of its event loop, which
-another handler may hold up. To find what can never go on, everything that can is struck out, until
-nothing is left to strike out.
+those that run there. A stream whose generator rests needs what reads its items, be that a thread or
+a handler. What reads several streams at once needs *any* of them. A coroutine also needs the thread
+of its event loop, which another handler may hold up. To find what can never go on, everything that
+can is struck out, until nothing is left to strike out.
 
 The snapshots need not be of one moment. A call has a number, and is outstanding from before it is
 handled until after. So links between snapshots never join things that did not exist together, and
@@ -75,6 +76,19 @@ class WaitGraph:
         for node, activity in activities:
             if activity.request is not None:
                 self._handlers.setdefault(Node("request", node.member, activity.request), node)
+        # What reads each stream, unless it waits for that very stream: then credit is on its way.
+        awaited = {(n.member, each) for n, activity in activities for each in activity.calls}
+        self._readers = {
+            (node.member, each): node for node, activity in activities for each in activity.reads
+        }
+        self._readers |= {
+            (member, call.id): Node("request", member, call.reader)
+            for member, snapshot in snapshots.items()
+            for call in snapshot.calls
+            if call.reader is not None
+        }
+        for stream in awaited:
+            self._readers.pop(stream, None)
         self._makers = {(node.member, each.makes): node for node, each in requests if each.makes}
         # A node needs all of its links. But a queue, and a call that waits for its turn, need any.
         self._links = {
@@ -110,6 +124,8 @@ class WaitGraph:
                 calls = self._calls[node.member]
                 ids = self.activity(node).calls
                 found.update(calls[each].to for each in ids if each in calls)
+            elif node in self._requests and self._requests[node].rests:
+                found.add(self._requests[node].caller)
         return found
 
     def hopeless(self) -> set[Node]:
@@ -162,6 +178,9 @@ class WaitGraph:
         waits = [link.to in left for link in self._links[node]]
         request = self._requests.get(node)
         needs_any = node.kind == "queue" or (request is not None and request.behind)
+        if node.kind == "activity" and self.activity(node).any:
+            # One whose callee has not told of it may go on.
+            return all(waits) and len(waits) >= len(self.activity(node).calls)
         return all(waits) if needs_any else any(waits)
 
     def _of_activity(self, member: MemberId, activity: Activity) -> Iterator[Link]:
@@ -177,7 +196,11 @@ class WaitGraph:
                     yield Link(Node("activity", member, (number,)))
 
     def _of_request(self, node: Node, request: Request) -> Iterator[Link]:
-        if node in self._handlers:
+        if request.rests:
+            reader = self._readers.get((request.caller, request.id))
+            if reader is not None:
+                yield Link(reader)
+        elif node in self._handlers:
             yield Link(self._handlers[node])
         elif request.queued:
             yield Link(Node("queue", node.member))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -16,9 +17,11 @@ from time import monotonic
 from typing import Any, Protocol
 
 from zrpc.agent.agent import Agent
+from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
+from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
     raised_by_handler,
@@ -31,7 +34,7 @@ from zrpc.services.streams.inflow import Inflow
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer", "Reader", "wake"]
+__all__ = ["Consumer", "Reader", "present_reader", "wake"]
 
 
 class Reader(Protocol):
@@ -39,9 +42,11 @@ class Reader(Protocol):
 
     Attributes:
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: see `present_reader`.
     """
 
     used_at: float
+    read_by: Any
 
     @property
     def is_awaited(self) -> bool:
@@ -62,6 +67,7 @@ class Consumer:
         call: the same.
         items: those that can be taken at once, without a lock.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        read_by: by whom; see `present_reader`.
         returned: whether the function was no generator, and its value is the outcome.
         reader: what reads it together with others; None if it is read alone.
     """
@@ -89,6 +95,7 @@ class Consumer:
         self._opening = False  # whether a reader opens a batch; that one resets it, without a lock
         self._notify: Callable[[], object] | None = None
         self.used_at = monotonic()
+        self.read_by = present_reader()
 
     @property
     def name(self) -> str:
@@ -104,6 +111,11 @@ class Consumer:
     def outcome(self) -> Any:
         """What has ended the stream: an answer or an error."""
         return self._inflow.outcome[0]
+
+    @property
+    def calls(self) -> list[PendingCall]:
+        """The call, as those of several streams."""
+        return [self.call]
 
     def follow(self, reader: Reader, notify: Callable[[], object]) -> None:
         """Notifies a reader whenever something has arrived; also now, as it may have."""
@@ -271,13 +283,15 @@ class Consumer:
         """
         with uninterrupted:
             with self._lock:
-                self.used_at = monotonic()
+                self.used_at, self.read_by = monotonic(), present_reader()
                 if self.items:
                     return True
                 if self._opening:
                     return False
                 batch, over = self._inflow.first(), self._inflow.over
                 self._opening = batch is not None
+                credit = None if self._opening or over else self._inflow.credit(0)
+            self._post(credit)  # before the program waits
             if batch is not None:
                 values: list[Any] = []
                 try:
@@ -288,8 +302,6 @@ class Consumer:
                     self._wake_readers()
         if batch is None and over:
             raise StopIteration(self._value())
-        if batch is None and self._notify is not None:  # a reader of several streams: it waits
-            self._will_wake()
         return bool(self.items)
 
     def _value(self) -> Any:
@@ -340,17 +352,13 @@ class Consumer:
         for wake in wakers:
             wake()
 
-    def _will_wake(self, waker: Callable[[], object] | None = None) -> bool:
+    def _will_wake(self, waker: Callable[[], object]) -> bool:
         """Calls a waker when there may be items; returns False if there may be some now."""
-        with uninterrupted:
-            with self._lock:
-                ready = self._inflow.over or self._inflow.first() is not None
-                if self.items or (ready and not self._opening):
-                    return False
-                if waker is not None:
-                    self._wakers.append(waker)
-                credit = self._inflow.credit(0)
-            self._post(credit)
+        with uninterrupted, self._lock:
+            ready = self._inflow.over or self._inflow.first() is not None
+            if self.items or (ready and not self._opening):
+                return False
+            self._wakers.append(waker)
         return True
 
     def _forget_waker(self, waker: Callable[[], object]) -> None:
@@ -358,6 +366,14 @@ class Consumer:
         with self._lock:
             if waker in self._wakers:
                 self._wakers.remove(waker)
+
+
+def present_reader() -> Any:
+    """Returns what runs here: the scope of a handler, a weak reference to a task, or a thread."""
+    if (scope := current_scope()) is not None:
+        return scope
+    task = None if running_loop() is None else asyncio.current_task()
+    return threading.get_ident() if task is None else weakref.ref(task)
 
 
 def wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:

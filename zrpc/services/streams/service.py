@@ -118,6 +118,11 @@ class StreamService(Service, MakesStreams):
     def _forget(self, consumer: Consumer) -> None:
         self._consumers.pop(consumer.call.call_id, None)
 
+    def readers(self) -> dict[int, Any]:
+        """Returns what reads each stream, by the number of its call; see `present_reader`."""
+        consumers = list(self._consumers.items())
+        return {number: (each.reader or each).read_by for number, each in consumers}
+
     def _on_items(self, batch: Message) -> None:
         consumer = self._consumers.get(batch.call_id)
         if consumer is not None and consumer.call.peer == batch.sender:
