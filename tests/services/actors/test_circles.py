@@ -79,6 +79,15 @@ class Node:
             return f"{error.executed}: {error}"
         return ""
 
+    def stop(self, other: Any) -> None:
+        other.stop()
+
+    def close(self) -> None:
+        closed.append(self)
+
+
+closed: list[Node] = []
+
 
 def touch(node: Any) -> Any:
     return node.rpc_sync().touch()
@@ -111,6 +120,17 @@ def test_an_actor_that_calls_itself_by_its_rref_gets_an_error_that_names_it(call
     for part in (CIRCLE, "waits for its turn on the actor Node", "runs Node.catch", "touch"):
         assert part in text
     assert node.rpc_sync().touch() == 1
+
+
+def test_an_actor_that_stops_itself_gets_an_error_and_ends(caller: Mesh) -> None:
+    node = zrpc.remote(1, Node)
+    before = len(closed)
+    with pytest.raises(zrpc.RpcError, match=CIRCLE):
+        node.rpc_sync().stop(node)
+    node.stop()  # waits until it has ended
+    assert len(closed) == before + 1
+    with pytest.raises(zrpc.RpcError, match="the actor Node on worker1 was stopped by worker1"):
+        node.rpc_sync().touch()
 
 
 @pytest.mark.parametrize("method", ["call", "acall"])

@@ -241,9 +241,11 @@ class Mailbox:
         return steps
 
     def refuse(self, scope: Scope, error: BaseException) -> Sequence[Step]:
-        """Refuses a call that waits for its turn, if it still does."""
+        """Refuses a call that waits for its turn, if it still does. A stop goes on all the same."""
         steps: list[Step] = []
         with self._lock:
+            if self._last is not None and self._last[0].scope is scope:
+                steps.append(partial(self._last[2], error))
             for lane in self._lanes():
                 for entry in [each for each in lane.waiting if each[0][0].scope is scope]:
                     lane.waiting.remove(entry)
@@ -303,6 +305,8 @@ class Mailbox:
                 ([each for its, each in self._running.values() if its is lane], list(lane.waiting))
                 for lane in self._lanes()
             ]
+            if self._last is not None:
+                found[0][1].insert(0, (self._last, 0))
             held = [e for order in self._orders.values() for _, e in sorted(order.held.items())]
             found.append(([], [entry for entry in held if entry is not None]))
         return [

@@ -116,6 +116,7 @@ class ActorService(Service):
         error.executed = False
         sink = ActorSink(mailbox, _StopSink(callee, value, mailbox.stopped or error))
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
+        request.scope.mailbox = mailbox  # for what looks for circles
         do(mailbox.stop(error, (request, begin, partial(callee.refuse, request))))
 
 

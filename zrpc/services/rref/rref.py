@@ -14,12 +14,7 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    NotInitializedError,
-    OwnerDied,
-    RpcError,
-    RpcTimeoutError,
-)
+from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
@@ -319,7 +314,8 @@ class RRef(Generic[T]):
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
         actor's method ``close()`` is called, if it has one. Its calls beside the others (see
-        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already. A
+        call that the actor runs can't wait for its end: it gets an error, and the actor ends later.
 
         Args:
             timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The

@@ -33,7 +33,7 @@ from zrpc.errors import (
     RpcError,
     has_shut_down,
 )
-from zrpc.functions import Deferral, async_execution
+from zrpc.functions import DEFERRAL, Deferral, async_execution
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.extended import Call, MakesStreams, Resolve
 from zrpc.services.rref.service import RRefService
@@ -141,6 +141,11 @@ class StreamService(Service, MakesStreams):
     def _resolve(self, request: Message, resolve: Resolve) -> Call:
         """Returns a function that runs the generator, and returns a future of its end."""
         function, args, kwargs = resolve()
+        if hasattr(function, DEFERRAL):  # a service must run it, and it gives one value
+            raise TypeError(
+                f"expected a generator for rpc_stream, found {name_of_function(function)}: call it "
+                "by rpc_sync"
+            )
 
         def run(*args: Any, **kwargs: Any) -> Future[None]:
             return self._start(request, function(*args, **kwargs), run.__qualname__)
