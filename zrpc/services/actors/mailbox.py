@@ -241,7 +241,7 @@ class Mailbox:
         return steps
 
     def refuse(self, scope: Scope, error: BaseException) -> Sequence[Step]:
-        """Refuses a call that waits for its turn, if it still does. A stop goes on all the same."""
+        """Refuses a call that waits for its turn, if it still does. A stop goes on anyway."""
         steps: list[Step] = []
         with self._lock:
             if self._last is not None and self._last[0].scope is scope:
