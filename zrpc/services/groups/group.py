@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.future import Future
@@ -128,9 +129,11 @@ class WorkerGroup(Group[str]):
         """Does what `zrpc.remote` does for a group."""
         agent = current_agent()
         targets = []
+        body = as_actor_class(body[0]), *body[1:]
         for name in self._found():
             info = agent.membership.find(name)
-            targets.append(Target(info, name, partial(RRef._create, agent, info)))
+            create = partial(RRef._create, agent, info, made_by=body[0])
+            targets.append(Target(info, name, create))
         return RRefGroup(make_each(agent, targets, body, timeout))
 
     def _found(self) -> Sequence[str]:
