@@ -193,16 +193,18 @@ def concurrent(method: Any) -> Any:
         0
     """
     if type(method) is not int:
-        setattr(getattr(method, "__func__", method), _BESIDE, 0)
-        return method
+        return _marked_beside(method, 0)
     if method < 1:
         raise OptionError(f"expected how many calls of a method run at once, got {method}")
+    return lambda decorated: _marked_beside(decorated, method)
 
-    def decorate(decorated: F) -> F:
-        setattr(getattr(decorated, "__func__", decorated), _BESIDE, method)
-        return decorated
 
-    return decorate
+def _marked_beside(method: Any, limit: int) -> Any:
+    function = getattr(method, "__func__", method)
+    if not callable(function):
+        raise TypeError(f"expected a method to run beside the others, or a number, got {method!r}")
+    setattr(function, _BESIDE, limit)
+    return method
 
 
 def options_of(cls: Any, instance: Any = None) -> ActorOptions | None:

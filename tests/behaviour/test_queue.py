@@ -17,6 +17,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.observed import busy, stats_of
+from tests.support.steps import at_step, count_steps, interrupt
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
@@ -145,14 +146,18 @@ def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) ->
     for n in (0, 1.5, "2"):
         with pytest.raises(rpc.OptionError, match="expected a batch of 1 or more items"):
             items.rpc_sync().get_batch(n)
-    with pytest.raises(rpc.OptionError, match="expected a timeout"):
-        items.rpc_sync().get(timeout=-1)
+    for timeout in (-1, "1"):
+        with pytest.raises(rpc.OptionError, match="expected a timeout"):
+            items.rpc_sync().get(timeout=timeout)
     with pytest.raises(TypeError):
         items.rpc_sync().get(1, 2, 3)
     with pytest.raises(rpc.RpcError, match=r"can't be taken by remote\(\)"):
         items.remote().get().to_here()
-    with pytest.raises(rpc.OptionError, match="expected bounds of 0"):
-        rpc.Queue(-1)
+    for bound in (-1, "a", float("nan")):
+        with pytest.raises(rpc.OptionError, match="expected bounds of 0"):
+            rpc.Queue(bound)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"expected a generator for rpc_stream, found Queue\.get"):
+        list(items.rpc_stream().get())  # there is no item, and it must not wait for one
     items.rpc_sync().put("still there")
     assert items.rpc_sync().get() == "still there"
 
@@ -186,6 +191,11 @@ def test_items_that_can_not_be_sent_or_read_leave_the_queue_usable(items: Any) -
     with pytest.raises(rpc.SerializationError):
         local.rpc_sync().get()
     assert local.rpc_sync().get() == "next"
+    for item in ("first", threading.Lock(), "last"):
+        local.local_value().put(item)
+    with pytest.raises(rpc.SerializationError):
+        local.rpc_sync().get_batch(3)
+    assert local.rpc_sync().get_batch(3) == ["first", "last"]
 
 
 def test_closing(shared: Mesh) -> None:
@@ -419,6 +429,37 @@ def test_without_a_mesh_it_works_within_a_process() -> None:
     assert own.get() == "item"
     with pytest.raises(rpc.QueueClosed):
         own.get()
+
+
+def test_a_timeout_may_be_longer_than_any_wait() -> None:
+    own: rpc.Queue[str] = rpc.Queue()
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(own.get, timeout=float("inf"))
+        own.put("item")
+        assert taken.result(SOON) == "item"
+
+
+@pytest.mark.parametrize("items", [[], ["first"]], ids=["empty", "full"])
+def test_a_get_that_ctrl_c_interrupts_takes_no_later_item(items: list[str]) -> None:
+    """Afterwards nobody waits in the line who would take it."""
+
+    def take(own: rpc.Queue[str]) -> None:
+        with contextlib.suppress(queue.Empty):
+            own.get(timeout=0.001)
+
+    for step in range(1, count_steps(lambda: take(filled(items))) + 1):
+        own = filled(items)
+        with contextlib.suppress(KeyboardInterrupt), at_step(step, interrupt) as steps:
+            take(own)
+        own.put("later")
+        assert own.get_batch(2)[-1] == "later", steps.place
+
+
+def filled(items: list[str]) -> rpc.Queue[str]:
+    own: rpc.Queue[str] = rpc.Queue()
+    for item in items:
+        own.put(item)
+    return own
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -123,6 +123,12 @@ def test_a_concurrency_that_is_no_positive_number_is_refused(concurrency: Any) -
         zrpc.actor(concurrency=concurrency)
 
 
+@pytest.mark.parametrize("method", [None, 2.5, True, property(len)])
+def test_what_is_no_method_can_t_be_concurrent(method: Any) -> None:
+    with pytest.raises(TypeError, match="expected a method to run beside the others"):
+        zrpc.concurrent(method)
+
+
 def test_what_is_no_class_can_t_be_an_actor() -> None:
     with pytest.raises(TypeError, match="expected a class"):
         zrpc.actor(max)  # type: ignore[call-overload]

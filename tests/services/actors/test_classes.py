@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+import dataclasses
+from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
@@ -40,3 +41,129 @@ def test_a_generic_class_with_parameters_makes_actors(caller: Mesh) -> None:
     box.stop()
     with pytest.raises(zrpc.RpcError, match="the actor Box on worker1 was stopped"):
         box.rpc_sync().all()
+
+
+@zrpc.actor
+class Base:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    def size(self) -> int:
+        return 1
+
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+    @staticmethod
+    def double(number: int) -> int:
+        return 2 * number
+
+    def __call__(self, number: int) -> int:
+        return -number
+
+
+class Derived(Base):
+    def add(self, number: int) -> int:
+        return 10 * super().add(number)
+
+    @zrpc.concurrent
+    def size(self) -> int:
+        return 10 * super().size()
+
+
+@zrpc.actor(concurrency=2)
+class Wide(Derived):
+    """Has another concurrency than its bases."""
+
+
+@pytest.mark.parametrize(("cls", "factor"), [(Base, 1), (Derived, 10), (Wide, 10)])
+def test_methods_of_all_kinds_and_of_bases_are_called(
+    caller: Mesh, cls: type[Base], factor: int
+) -> None:
+    proxy = zrpc.remote(1, cls).rpc_sync()
+    assert [proxy.add(2), proxy.add(3)] == [2 * factor, 5 * factor]
+    assert (proxy.size(), proxy.name()) == (factor, cls.__name__)
+    assert (proxy.double(4), proxy(5)) == (8, -5)
+
+
+def test_subclasses_inherit_the_mark_and_may_have_another() -> None:
+    found = [options_of(cls) for cls in (Base, Derived, Wide)]
+    assert [each and each.concurrency for each in found] == [1, 1, 2]
+    assert [each and dict(each.beside) for each in found] == [{}, {"size": 0}, {"size": 0}]
+
+
+@zrpc.actor
+@dataclasses.dataclass(slots=True)
+class Inside:
+    count: int = 0
+
+    def step(self) -> int:
+        self.count += 1
+        return self.count
+
+
+@dataclasses.dataclass(slots=True)
+@zrpc.actor
+class Outside(Inside):
+    pass
+
+
+@zrpc.actor
+class Incomparable:
+    """What zrpc must not ask."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise AssertionError
+
+    def __bool__(self) -> bool:
+        raise AssertionError
+
+    def __len__(self) -> int:
+        raise AssertionError
+
+    def step(self) -> int:
+        return 1
+
+
+@pytest.mark.parametrize("cls", [Inside, Outside, Incomparable])
+def test_slots_and_special_methods_of_the_class_change_nothing(caller: Mesh, cls: Any) -> None:
+    rref = zrpc.remote(1, cls)
+    assert rref.rpc_sync().step() == 1
+    rref.stop()
+    with pytest.raises(zrpc.RpcError, match=f"the actor {cls.__name__} on worker1 was stopped"):
+        rref.rpc_sync().step()
+
+
+@zrpc.actor
+class Exits:
+    """Whose constructor or method ends as a program does."""
+
+    def __init__(self, error: type[BaseException] | None) -> None:
+        if error is not None:
+            raise error
+
+    def leave(self, error: type[BaseException]) -> None:
+        raise error
+
+    def answer(self) -> int:
+        return 42
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_an_actor_that_exits_ends_neither_its_worker_nor_itself(
+    caller: Mesh, error: type[BaseException]
+) -> None:
+    broken = zrpc.remote(1, Exits, args=(error,), name=error.__name__)
+    with pytest.raises(zrpc.RemoteError, match=error.__name__):
+        broken.ready()
+    works = zrpc.remote(1, Exits, args=(None,), name=error.__name__)  # the name is free
+    with pytest.raises(zrpc.RemoteError, match=error.__name__):
+        works.rpc_sync().leave(error)
+    assert works.rpc_sync().answer() == 42

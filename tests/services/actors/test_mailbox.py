@@ -245,6 +245,9 @@ def test_a_stop_refuses_what_waits_and_what_comes_and_begins_when_none_runs(earl
     owner.do(owner.mailbox.stop(Stopped(), owner.call_of(again)))  # type: ignore[arg-type]
     late = owner.arrive(Request("late"), 2, (1, 0))
     assert [type(each.refused) for each in (waits, late)] == [Stopped, Stopped]
+    assert owner.mailbox.look()[0][1] == [close, again]
+    owner.do(owner.mailbox.refuse(close.scope, Full()))  # its caller need not wait
+    assert type(close.refused) is Full
     owner.end(running[0])
     assert close not in owner.begun
     owner.end(running[1])

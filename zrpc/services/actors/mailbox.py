@@ -309,7 +309,7 @@ class Mailbox:
                 for lane in self._lanes()
             ]
             if self._last is not None:
-                found[0][1].append((self._last, 0))
+                found[0][1].insert(0, (self._last, 0))
             held = [e for order in self._orders.values() for _, e in sorted(order.held.items())]
             found.append(([], [entry for entry in held if entry is not None]))
         return [

@@ -71,7 +71,7 @@ def _get_batch(n: int, timeout: float | None = None) -> Waiter:
 
 
 def _checked(timeout: float | None) -> float | None:
-    if timeout is not None and not timeout >= 0:
+    if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise OptionError(f"expected a timeout of 0 or more seconds, or None, got {timeout!r}")
     return timeout
 
@@ -101,7 +101,7 @@ class Queue(Generic[T]):
             larger, if the queue is empty.
 
     Raises:
-        OptionError: a bound is negative.
+        OptionError: a bound is negative, or no number.
 
     Example:
         >>> import zrpc
@@ -113,11 +113,12 @@ class Queue(Generic[T]):
     """
 
     def __init__(self, maxsize: int = 0, maxbytes: int = _DEFAULT_MAX_BYTES) -> None:
-        if maxsize < 0 or maxbytes < 0:
-            raise OptionError(
-                f"expected bounds of 0 (no limit) or more, got maxsize={maxsize!r} and "
-                f"maxbytes={maxbytes!r}"
-            )
+        for bound in (maxsize, maxbytes):
+            if not isinstance(bound, (int, float)) or not bound >= 0:
+                raise OptionError(
+                    f"expected bounds of 0 (no limit) or more, got maxsize={maxsize!r} and "
+                    f"maxbytes={maxbytes!r}"
+                )
         # Guards the contents. No other lock is taken while it is held.
         self._lock = UninterruptedLock()
         self._contents = Contents(maxsize, maxbytes)
@@ -247,10 +248,19 @@ class Queue(Generic[T]):
         gate = threading.Lock()
         gate.acquire()
         waiter.done = lambda _: gate.release()
-        if self.ask(waiter):
+        try:
+            if not self.ask(waiter):
+                self._wait_for(waiter, gate)
             return waiter.result()
-        if running_loop() is not None:
+        except BaseException:  # Ctrl-C
             self._abandon(waiter)
+            raise
+        finally:
+            waiter.items = []  # the scope refers to the waiter
+
+    def _wait_for(self, waiter: Waiter, gate: threading.Lock) -> None:
+        """Waits until the gate is open, or the waiter has left."""
+        if running_loop() is not None:
             raise RpcError(
                 "this call of a queue has to wait, and would hold up all coroutines of this "
                 "thread: use the queue's RRef, as in `await queue.rpc_async().get()`"
@@ -259,17 +269,10 @@ class Queue(Generic[T]):
         if scope is not None:  # of a handler: it must not outlive its caller
             gone = RpcCancelledError("the caller no longer waits for the answer")
             scope.when_cancelled(partial(self.leave, waiter, gone))
-        try:
-            if not pass_gate(gate, -1 if waiter.timeout is None else waiter.timeout):
-                self.leave(waiter, late(waiter))
-                pass_gate(gate)  # if another thread is about to give it something, that is quick
-        except BaseException:  # Ctrl-C
-            self._abandon(waiter)
-            raise
-        try:
-            return waiter.result()
-        finally:
-            waiter.items = []  # the scope refers to the waiter
+        seconds = -1 if waiter.timeout is None else min(waiter.timeout, threading.TIMEOUT_MAX)
+        if not pass_gate(gate, seconds):
+            self.leave(waiter, late(waiter))
+            pass_gate(gate)  # if another thread is about to give it something, that is quick
 
     def _abandon(self, waiter: Waiter) -> None:
         """Ends the wait of a call that raises something else; it takes nothing."""

@@ -11,7 +11,7 @@ it, and no item has two takers that live. If a connection breaks, and messages o
 lost, what it was sent counts as taken.
 
 An item that can't be pickled, which only the owner itself can put, is lost: its taker gets the
-error.
+error. The others of its batch go back.
 """
 
 from __future__ import annotations
@@ -169,8 +169,19 @@ class QueueService(Service):
         gone = request.scope.cancelled if not sent else request.sender in self._lost
         if gone:
             self._take_back(key)
-        elif not sent:  # it can't be pickled: its taker has the error
+        elif not sent:  # an item can't be pickled: its taker has the error
             self._sent.pop(key, None)
+            queue.give_back([each for each in items if self._can_be_sent(request, each)])
+
+    def _can_be_sent(self, request: Message, item: Item) -> bool:
+        encoder = self.agent.codec.answer_encoder(request)
+        try:
+            encoder.pack(item.value, Message(Kind.RESULT))
+        except BaseException:  # as what it raised before
+            return False
+        finally:
+            encoder.abort()
+        return True
 
     @property
     def _lost(self) -> Collection[MemberId]:

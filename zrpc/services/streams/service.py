@@ -147,6 +147,11 @@ class StreamService(Service, MakesStreams):
         plain = _may_be_plain(request)
         if plain and (iscoroutinefunction(function) or hasattr(function, DEFERRAL)):
             return function, args, kwargs
+        if hasattr(function, DEFERRAL):  # a service must run it, and it gives one value
+            raise TypeError(
+                f"expected a generator for rpc_stream, found {name_of_function(function)}: call it "
+                "by rpc_sync"
+            )
 
         def run(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
