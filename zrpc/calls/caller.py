@@ -31,23 +31,11 @@ from zrpc.calls.last_calls import LastCalls
 from zrpc.calls.observation import CallObservation, profiler
 from zrpc.calls.open_telemetry import API
 from zrpc.calls.outbox import Outbox, exhausted
-from zrpc.calls.pending_call import (
-    DEFAULT_LIMIT,
-    OWN_LIMIT,
-    Follower,
-    Limit,
-    PendingCall,
-    State,
-)
+from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    ProtocolError,
-    WorkerDied,
-    has_shut_down,
-    raised_again,
-)
+from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
