@@ -16,7 +16,6 @@ from time import monotonic
 from typing import Any
 
 from zrpc.agent.agent import Agent
-from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
@@ -197,7 +196,7 @@ class Consumer:
         call, callees = self.call, self._agent.callees
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error: no item of the stream {asked_for(call.what, call.kind)} has "
+            f"marked with an error: no item of the stream {call.title} has "
             f"come from {callees.describe(call.peer)}"
             f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
             "longer one, or 0 for no limit. The stream is closed"

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, TypeVar
 
-from zrpc.calls.function_names import asked_for
 from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
 from zrpc.services.streams.consumer import Consumer
@@ -129,8 +128,7 @@ class Stream(Generic[R]):
             self._drop(consumer)
 
     def __repr__(self) -> str:
-        call = self._consumer.call
-        return f"<Stream of {asked_for(call.what, call.kind)}>"
+        return f"<Stream of {self._consumer.call.title}>"
 
     def __reduce__(self) -> NoReturn:
         raise RpcError(
