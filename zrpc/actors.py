@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import GenericAlias
 from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from zrpc.errors import OptionError
@@ -29,6 +30,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = "__zrpc_actor__"
 _BESIDE = "__zrpc_concurrent__"
+# The types of generic classes with parameters, such as Queue[int], which make what the class makes.
+_ALIASES = (type(Generic[T]), GenericAlias)  # type: ignore[index]
 
 
 class ActorLabel(NamedTuple):
@@ -213,6 +216,8 @@ def options_of(cls: Any, instance: Any = None) -> ActorOptions | None:
     if found is None:
         return None
     made = type(instance) if instance is not None else getattr(cls, "cls", cls)
+    if isinstance(made, _ALIASES):
+        made = made.__origin__
     return ActorOptions(*found, getattr(made, "__name__", str(made)), _methods_beside(made))
 
 
@@ -225,6 +230,8 @@ def as_actor_class(function: Any) -> Any:
 
 
 def _mark(cls: Any) -> tuple[int, bool] | None:
+    if isinstance(cls, _ALIASES):
+        cls = cls.__origin__
     # Not by getattr: an instance of a marked class may be called, too, and makes no actor.
     if isinstance(cls, type) or type(cls) is ActorClass:
         found: tuple[int, bool] | None = getattr(cls, _OPTIONS, None)

@@ -20,7 +20,7 @@ from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["CallOrder", "mailbox_is_full"]
+__all__ = ["CallOrder", "mailbox_is_full", "was_stopped"]
 
 _SENDING, _QUEUED = State.SENDING, State.QUEUED
 
@@ -134,6 +134,13 @@ def mailbox_is_full(title: str, owner: str, limit: int) -> RpcError:
         "(max_bytes_in_flight). It is slower than its callers: wait for some results before the "
         "next calls, or raise the option on both workers"
     )
+    error.executed = False
+    return error
+
+
+def was_stopped(title: str, owner: str, by: str) -> RpcError:
+    """Returns the error of a call of an actor that a worker has stopped."""
+    error = RpcError(f"the actor {title} on {owner} was stopped by {by}")
     error.executed = False
     return error
 

@@ -33,6 +33,7 @@ from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.actors.actor import stop_within
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.messages import GloballyUniqueId, RRefId, pack_id
 from zrpc.services.rref.protocol import References
@@ -264,7 +265,10 @@ class ActorOrders:
         if owner is None:
             rref._check()
             owner = rref._owner
-        caller.call(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
+        call: Callable[..., Any] = caller.call
+        if rref._value is not None and stop_within(rref._value.mailbox, owner):
+            call = caller.call_async
+        call(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
 
     def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""

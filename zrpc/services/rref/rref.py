@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import ActorLabel, as_actor_class, options_of
 from zrpc.agent.agent import Agent
@@ -28,6 +28,10 @@ from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
+
+if TYPE_CHECKING:
+    from zrpc.calls.future import Future
+    from zrpc.services.streams.stream import Stream
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -231,7 +235,7 @@ class RRef(Generic[T]):
         self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy whose methods run on the value at its owner, and return their results.
 
         ``rref.rpc_sync().f(x)`` costs one message each way. ``rref.rpc_sync()(x)`` calls the value
@@ -241,13 +245,13 @@ class RRef(Generic[T]):
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
                 timeout of all calls.
         """
-        return Proxy(self._ask, timeout)
+        return Proxy(self._ask, timeout)  # type: ignore[return-value]
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[Future[Any]]:
         """Like `rpc_sync`, but the methods return a Future at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
         The first use of a method's name asks the owner whether the value has that method, so
@@ -260,7 +264,7 @@ class RRef(Generic[T]):
         timeout: float = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
         deadline: float = 0,
-    ) -> Any:
+    ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
 
         Args:
@@ -316,7 +320,8 @@ class RRef(Generic[T]):
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
         actor's method ``close()`` is called, if it has one. Its calls beside the others (see
-        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already. In a
+        method of the actor itself it returns at once: the actor ends when that has ended.
 
         Args:
             timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The
@@ -373,10 +378,7 @@ class RRef(Generic[T]):
         return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
 
     def _wait_here(self, timeout: float) -> None:
-        """Waits by a call to this worker, in a handler at the owner, until there is a value.
-
-        So it can be seen what the handler waits for; see `zrpc.services.inspection.wait_graph`.
-        """
+        """Waits in a handler at the owner until there is a value: by a call, which can be seen."""
         assert self._value is not None
         if not self._value.ready and current_scope() is not None:
             with contextlib.suppress(Exception):  # of what was to make the value, or a time-out

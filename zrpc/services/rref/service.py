@@ -28,6 +28,7 @@ from zrpc.errors import (
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.thread_pool import end_with
 from zrpc.services.actors.actor import ActorSink, do, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.rref.extended import Call, Resolve
@@ -106,7 +107,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         return {
             Kind.REMOTE: self._on_remote,
             Kind.FETCH: self._on_fetch,
-            Kind.METHOD: self._on_method,
+            Kind.METHOD: partial(self.run_method, sink=self.agent.callee),
             Kind.REFERENCE: self._on_reference,
         }
 
@@ -228,7 +229,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         try:
             self._answer_fetch(value, request)
         finally:
-            do(mailbox.end(request.scope))
+            end_with(mailbox.end(request.scope))
 
     def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
@@ -239,9 +240,6 @@ class RRefService(Service, MessageHooks, HasOrders):
             self.agent.callee.answer_error(request, error, uncalled)
         else:
             self.agent.callee.answer(request, content)
-
-    def _on_method(self, request: Message) -> None:
-        self.run_method(request, self.agent.callee)
 
     def run_method(
         self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None
