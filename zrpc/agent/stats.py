@@ -176,7 +176,7 @@ class Stats:
         rrefs_owned: values that it owns and that are referred to.
         rrefs_held: references that it holds to values of others.
         autograd_contexts: distributed autograd contexts that it takes part in.
-        actors: the actors that it owns, by the name of their class.
+        actors: the actors that it owns, by the name of their class, and their own if they have one.
         reconnects: connections that were made again.
         messages_lost: messages to it that are known to be lost, and calls for which it is not known
             whether they were.

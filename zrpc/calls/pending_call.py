@@ -9,6 +9,7 @@ from enum import IntEnum
 from time import monotonic
 from typing import Any, Protocol
 
+from zrpc.calls.function_names import asked_for
 from zrpc.errors import WorkerDied
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.wire.member_id import MemberId
@@ -139,6 +140,7 @@ class PendingCall:
         limit: what has set its timeout.
         kind: the kind of its request, for messages to people.
         what: what is asked for, see `name_of`; also for messages to people.
+        whose: for messages, the name of the actor that is called, or nothing.
         state: how far it has come.
         left: whether its message has left, or waits for the I/O thread to send it.
         gate: opens when there is an outcome.
@@ -160,6 +162,7 @@ class PendingCall:
     limit = OWN_LIMIT
     kind = 0
     what = ""
+    whose = ""
     state = State.NEW
     left = False
     holds: Any = None
@@ -184,6 +187,11 @@ class PendingCall:
             self.deadline = self.begun + timeout
         self.gate = threading.Lock()
         self.gate.acquire()
+
+    @property
+    def title(self) -> str:
+        """What it is called in messages to people."""
+        return f"{asked_for(self.what, self.kind)}{self.whose}"
 
     @property
     def timeout(self) -> float:

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.calls.callees import Callees
-from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import NEVER, PendingCall, Room, State, Window
 from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, has_shut_down
 from zrpc.runtime.interrupts import uninterrupted
@@ -258,7 +257,8 @@ class PendingCalls:
 
     def cancel(self, call: PendingCall) -> bool:
         """Settles a call with an error and has the callee told; see `PendingCall.cancel`."""
-        error = RpcCancelledError("the call was cancelled by this worker, its caller")
+        to = self._callees.describe(call.peer)
+        error = RpcCancelledError(f"the call of {call.title} on {to} was cancelled by its caller")
         with uninterrupted:
             if self.settle(call.call_id, error) is None:
                 return False
@@ -357,7 +357,7 @@ class PendingCalls:
         if call.state is _QUEUED:
             return self._no_room(call)
         explanation = self._callees.explain(call.peer, call.call_id)
-        what = asked_for(call.what, call.kind) if call.what or call.kind else "a request"
+        what = call.title if call.what or call.kind else "a request"
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be "
             f"marked with an error: {what} on {self._callees.describe(call.peer)}{explanation}. "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,10 +40,11 @@ class CallOrder:
 
     Attributes:
         label, owner: the same.
+        whose: see `PendingCall`.
         again: at the worker that made the actor: makes it again on a worker. None if it must not.
     """
 
-    __slots__ = ("__weakref__", "_pack", "_series", "_skip", "again", "label", "owner")
+    __slots__ = ("__weakref__", "_pack", "_series", "_skip", "again", "label", "owner", "whose")
 
     def __init__(
         self,
@@ -53,6 +55,7 @@ class CallOrder:
         skip: Callable[[MemberId, bytes], None],
     ) -> None:
         self.label = label
+        self.whose = f" of {label.name!r}" if label.name else ""
         self._pack = pack
         self._skip = skip
         self.again: Callable[..., Any] | None = None
@@ -74,7 +77,7 @@ class CallOrder:
             SENDING, or UNSENT if it is settled already.
         """
         call.what = f"{self.label.title}.{call.what or 'to_here'}"
-        call.died = self.died
+        call.whose, call.died = self.whose, self.died
         owner, series, numbers = self._series
         state = calls.enter(call, message.nbytes, self)
         if state is _QUEUED:
@@ -94,6 +97,10 @@ class CallOrder:
                     extensions[place] = tag, data + turn
         return state
 
+    def beside(self, what: str) -> Beside:
+        """Returns what enters a call that has no number, of the method ``what``."""
+        return Beside(self, what)
+
     def died(self, why: str) -> OwnerDied:
         """Returns the error of a call whose callee is lost."""
         return OwnerDied(f"the actor {self.label} on {self.owner.name} is lost: {why}")
@@ -103,6 +110,21 @@ class CallOrder:
         error = self.died(why)
         error.executed = False
         return error
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Puts calls that have no number into the table, and names the actor in their errors."""
+
+    _order: CallOrder
+    _what: str
+
+    def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
+        """Puts a call into the table; see `CallOrder.enter`."""
+        order = self._order
+        call.what, call.whose = f"{order.label.title}.{self._what}", order.whose
+        call.died, call.order = order.died, None
+        return calls.enter(call)
 
 
 def mailbox_is_full(title: str, owner: str, limit: int) -> RpcError:

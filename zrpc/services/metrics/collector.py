@@ -43,7 +43,7 @@ _METRICS: tuple[tuple[_Kind, str, str, tuple[str, str] | None, str], ...] = (
     (_Gauge, "rrefs_owned", "Values owned that are referred to.", None, "rrefs_owned"),
     (_Gauge, "rrefs_held", "References held to values of others.", None, "rrefs_held"),
     (_Gauge, "autograd_contexts", "Distributed autograd contexts.", None, "autograd_contexts"),
-    (_Gauge, "actors", "Actors, by class.", _ACTORS, "number"),
+    (_Gauge, "actors", "Actors, by class and name.", _ACTORS, "number"),
     (_Gauge, "actor_calls_running", "Calls that they run.", _ACTORS, "running"),
     (_Gauge, "actor_calls_waiting", "Calls that wait for their turn.", _ACTORS, "waiting"),
     (_Counter, "reconnects", "Connections that were made again.", None, "reconnects"),

@@ -126,7 +126,10 @@ def _claim(
         naming = Naming(name, what, options is not None, past, restarts)
         more = [(Tag.NAMING, naming.pack())]
         rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more, name=name)
-        return rref, waiting.get()
+        try:
+            return rref, waiting.get()
+        except WorkerDied as error:
+            raise error if rref._order is None else rref._order.died(str(error)) from None
 
 
 def _ask_holder(

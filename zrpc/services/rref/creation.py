@@ -179,13 +179,19 @@ class Creation:
                 self.service.dropped.append((self.rref_id, None))
 
 
-def error_of_creation(failure: Exception | Message) -> Exception:
-    """Returns the error to raise when the call that was to make a value has failed."""
+def error_of_creation(failure: Exception | Message, order: CallOrder | None) -> Exception:
+    """Returns the error to raise when the call that was to make a value has failed.
+
+    Args:
+        failure: its error.
+        order: of an actor.
+    """
     error: RpcError
     if isinstance(failure, RpcTimeoutError):
-        error = RpcTimeoutError(f"RRef creation via rpc.remote() timed out: {failure}")
+        what = "" if order is None else f", for the actor {order.label}"
+        error = RpcTimeoutError(f"RRef creation via rpc.remote() timed out{what}: {failure}")
     elif isinstance(failure, WorkerDied):
-        error = OwnerDied(*failure.args)
+        error = OwnerDied(*failure.args) if order is None else order.died(str(failure))
     elif isinstance(failure, Message):
         return load_exception(failure.body)
     else:

@@ -124,8 +124,9 @@ class ActorOrders:
             if rref._order is None or rref._order.again is None:
                 return
             self._kept[rref._rref_id] = rref
-        made = rref._ask_beside(READY, 0, self._agent.caller.call_async)
-        made.add_done_callback(partial(self._on_made, rref._rref_id))
+        with contextlib.suppress(WorkerDied):
+            made = rref._ask_beside(READY, 0, self._agent.caller.call_async)
+            made.add_done_callback(partial(self._on_made, rref._rref_id))
 
     def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
         try:
@@ -166,19 +167,13 @@ class ActorOrders:
             return
         if order is None:
             raise self._service.owner_died(rref._owner)
-        why, advice = (
-            self._agent.why_gone(order.owner.member_id),
-            "make it again on a worker that lives",
-        )
-        if order.label.restarts:
-            maker = membership.infos.get(rref._rref_id.created_on)
-            if maker is None or maker.member_id in membership.lost:
-                advice = f"the worker that made it is lost too: {advice}"
-            else:
-                advice = (
-                    f"{maker.name} makes it again when another worker joins as {order.owner.name}"
-                )
-        raise order.gone(f"{why}; {advice}")
+        advice, maker = "make it again on a worker that lives", rref._rref_id.created_on
+        if order.label.restarts and self._is_lost(maker):
+            advice = f"the worker that made it is lost too: {advice}"
+        elif order.label.restarts:
+            name = membership.infos[maker].name
+            advice = f"{name} makes it again when another worker joins as {order.owner.name}"
+        raise order.gone(f"{self._agent.why_gone(order.owner.member_id)}; {advice}")
 
     def on_member_lost(self) -> None:
         """Looks where the actors are; in the I/O thread, which must not do it itself."""
@@ -210,10 +205,10 @@ class ActorOrders:
             service.references.move(owners)
         service.settle_references()
         for each in moved:
-            # The maker may wait for room there.
-            own = each[0].created_on == service.member
-            run = self._agent.receiver.run if own else self._agent.completions.submit
-            run(partial(self._make if own else self._ask_maker, *each))
+            if each[0].created_on == service.member:
+                self._agent.receiver.run(partial(self._make, *each))  # it may wait for room
+            else:
+                self._agent.completions.submit(partial(self._ask_maker, *each))
 
     def _is_lost(self, member: MemberId) -> bool:
         membership = self._agent.membership
@@ -273,7 +268,7 @@ class ActorOrders:
         call: Callable[..., Any] = caller.call
         if rref._value is not None and stop_within(rref._value.mailbox, owner):
             call = caller.call_async
-        call(owner, Kind.STOP, None, timeout, **rref._about())
+        call(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
 
     def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""
@@ -289,9 +284,9 @@ class ActorOrders:
                 found = self._agent.caller.call(info, Kind.CALL, body, timeout)
             except WorkerDied:
                 return None
-        return (
-            None if found is None or self._is_lost(found) else self._agent.membership.infos[found]
-        )
+        if found is None or self._is_lost(found):
+            return None
+        return self._agent.membership.infos[found]
 
     def forget(self, rref_id: RRefId) -> MemberId | None:
         """Forgets, as its maker, what makes an actor again; returns its worker."""

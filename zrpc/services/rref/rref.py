@@ -343,10 +343,13 @@ class RRef(Generic[T]):
         """
         self._service.orders.stop(self, timeout)
 
-    def _about(self, turn: bytes = b"") -> CallOptions:
-        """Returns what a call about the value needs."""
+    def _about(self, beside: str = "", turn: bytes = b"") -> CallOptions:
+        """Returns what a call about the value needs; ``beside`` is one outside of the order."""
         extension = Tag.SUBJECT, pack_id(*self._rref_id) + turn
-        return {"extension": extension, "holds": self, "died": OwnerDied}
+        about: CallOptions = {"extension": extension, "holds": self, "died": OwnerDied}
+        if self._order is not None:
+            about["order"] = self._order.beside(beside) if beside else self._order
+        return about
 
     def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:
         """Asks the owner about the value, and waits for the answer."""
@@ -365,13 +368,13 @@ class RRef(Generic[T]):
             )
         except (RpcTimeoutError, OwnerDied):
             if self._failure is not None:  # if the value can't be had, its error says why
-                raise error_of_creation(self._failure) from None
+                raise error_of_creation(self._failure, self._order) from None
             raise
 
     def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
         """Asks the owner whether there is a value that has a method; waits for no call of it."""
         self._check()
-        call, about = call or self._service.caller.call, self._about(pack_id(*BESIDE))
+        call, about = call or self._service.caller.call, self._about(name, pack_id(*BESIDE))
         return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
 
     def _wait_here(self, timeout: float) -> None:
@@ -384,7 +387,6 @@ class RRef(Generic[T]):
     def _ask_async(self, body: Any, timeout: float) -> Any:
         self._check()
         about = self._about()
-        about["order"] = self._order
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 
     def _ask_for_items(
@@ -392,7 +394,6 @@ class RRef(Generic[T]):
     ) -> Any:
         self._check()
         about = self._about()
-        about["order"] = self._order
         streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
         return streams.open(self._owner, body, timeout, prefetch, deadline, plain, **about)
 
@@ -413,7 +414,7 @@ class RRef(Generic[T]):
         if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
             self._service.orders.check(self)
         if self._failure is not None:
-            raise error_of_creation(self._failure)
+            raise error_of_creation(self._failure, self._order)
 
     def __eq__(self, other: object) -> bool:
         return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from zrpc.actors import ActorLabel, options_of
+from zrpc.agent.current import current_agent
 from zrpc.errors import RemoteError, RpcError, RpcTimeoutError, raised_again, raised_by_function
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
@@ -192,6 +194,7 @@ class ValueSink:
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what the function has raised."""
+        self._name_actor(request.scope.function, error)
         try:
             if report:
                 self._callee.report_failure(error)
@@ -200,6 +203,13 @@ class ValueSink:
             called = request.scope.function is not None
             self._value.set(error=raised_by_function(error) if called else error)
             self._callee.answer(request, None)
+
+    def _name_actor(self, function: Any, error: BaseException) -> None:
+        """Notes in the error of a constructor which actor it was to make, and on which worker."""
+        if (options := options_of(function)) is not None:
+            label = ActorLabel(options.title, self._value.name)
+            worker = current_agent().worker_info.name
+            BaseException.add_note(error, f"It was to make the actor {label} on {worker}.")
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Takes the error of a call that never begins."""

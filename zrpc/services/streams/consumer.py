@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
 from zrpc.runtime.event_loop import running_loop
@@ -100,7 +99,7 @@ class Consumer:
     @property
     def name(self) -> str:
         """What the program called."""
-        return asked_for(self.call.what, self.call.kind)
+        return self.call.title
 
     @property
     def complete(self) -> bool:

@@ -1,0 +1,157 @@
+"""Errors that callers of an actor see: they name its class, its name and its worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import zrpc
+from tests.support.gates import Gate
+from tests.support.waiting import until
+from zrpc.agent.stats import take_stats
+from zrpc.testing import Mesh
+
+SMALL = {"rpc_timeout": 20, "max_bytes_in_flight": 1 << 20}
+
+pytestmark = pytest.mark.zrpc(workers=2, options=SMALL)
+
+
+@zrpc.actor
+class Counter:
+    def __init__(self, fail: bool = False, gate: Gate | None = None) -> None:
+        self.count = 0
+        if gate is not None:
+            gate.wait_inside()
+        if fail:
+            raise KeyError("broken")
+
+    def add(self, number: int, data: bytes = b"") -> int:
+        self.count += number
+        return self.count
+
+    def wait(self, gate: Gate) -> None:
+        gate.wait_inside()
+
+    def items(self, gate: Gate) -> Any:
+        yield gate.wait_inside()
+
+    def call(self, other: Any, *arguments: Any) -> Any:
+        return other.rpc_sync().call(*arguments)
+
+
+@pytest.fixture
+def counter(caller: Mesh) -> Any:
+    return zrpc.remote(1, Counter, name="steps")
+
+
+def error_of(call: Callable[..., Any], *args: Any) -> Any:
+    with pytest.raises((zrpc.RpcError, KeyError)) as caught:
+        call(*args)
+    return caught.value
+
+
+def names_it(error: BaseException) -> bool:
+    """Whether an error names class, name and worker."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return all(part in text for part in ("Counter", "'steps'", "worker1"))
+
+
+def test_time_outs(counter: Any) -> None:
+    with Gate() as gate:
+        running = counter.rpc_async().wait(gate)
+        gate.await_entry()
+        waiting = error_of(counter.rpc_sync(timeout=0.1).add, 1)
+        assert "Counter.add of 'steps' on worker1 (rank 1)" in str(waiting)
+        for call in (counter.rpc_async(timeout=0.1).add(1).wait, lambda: counter.to_here(0.1)):
+            assert names_it(error_of(call))
+        assert names_it(error_of(counter.stop, 0.1))
+        gate.open()
+        running.wait()
+
+
+def test_time_outs_of_constructors_and_streams(caller: Mesh) -> None:
+    with Gate() as gate:
+        made = zrpc.remote(1, Counter, (False, gate), name="steps")
+        assert "Counter.ready() of 'steps' on worker1" in str(error_of(made.ready, 0.1))
+        late = zrpc.remote(1, zrpc.actor(Counter), (False, gate), timeout=0.1, name="steps 2")
+        text = "timed out, for the actor Counter 'steps 2': "
+        error = until(
+            lambda: next((e for e in [error_of(late.ready, 0.1)] if text in str(e)), None)
+        )
+        assert "Counter on worker1 (rank 1)" in str(error)
+        gate.open()
+        made.ready()
+    with Gate() as gate:
+        stream = made.rpc_stream(timeout=0.1).items(gate)
+        assert "the stream Counter.items of 'steps' has come from worker1" in str(
+            error_of(next, stream)
+        )
+        gate.open()
+
+
+def test_a_cancelled_call(counter: Any) -> None:
+    with Gate() as gate:
+        running = counter.rpc_async().wait(gate)
+        waiting = counter.rpc_async().add(1)
+        waiting.cancel()
+        assert "the call of Counter.add of 'steps' on worker1 (rank 1) was cancelled" in str(
+            error_of(waiting.wait)
+        )
+        gate.open()
+        running.wait()
+
+
+def test_a_full_mailbox(counter: Any) -> None:
+    with Gate() as gate:
+        running = counter.rpc_async().wait(gate)
+        gate.await_entry()
+        waiting = [counter.rpc_async().add(1, b"." * 400_000) for _ in range(2)]
+        error = error_of(counter.rpc_sync().add, 1, b"." * 400_000)
+        assert "the mailbox of the actor Counter 'steps' on worker1 is full" in str(error)
+        gate.open()
+        zrpc.wait_all([running, *waiting])
+
+
+def test_a_stopped_actor(counter: Any) -> None:
+    counter.stop()
+    for call in (counter.ready, counter.to_here, lambda: counter.rpc_sync().add(1)):
+        assert "the actor Counter 'steps' on worker1 was stopped by worker0" in str(error_of(call))
+
+
+def test_a_constructor_that_fails(caller: Mesh) -> None:
+    made = zrpc.remote(1, Counter, (True,), name="steps")
+    for call in (made.ready, made.to_here, lambda: made.rpc_sync().add(1)):
+        error = error_of(call)
+        assert isinstance(error, KeyError)
+        assert error.__notes__ == ["It was to make the actor Counter 'steps' on worker1."]
+        assert "KeyError: 'broken'\nIt was to make the actor" in str(error.__cause__)
+
+
+def test_a_circle(counter: Any) -> None:
+    error = error_of(counter.rpc_sync().call, counter, 1)
+    assert "actors wait in a circle" in str(error)
+    assert "on the actor Counter 'steps'" in str(error)
+    assert names_it(error)
+
+
+def test_the_death_of_the_worker(caller: Mesh, counter: Any) -> None:
+    with Gate() as gate:
+        uses: list[Any] = [counter.rpc_async().wait(gate).wait]
+        gate.await_entry()
+        late = zrpc.remote(1, Counter, (False, gate), name="late")
+        gate.await_entry()
+        caller.agent(1).close()
+        for use in (*uses, counter.ready, counter.stop, lambda: counter.remote().add(1)):
+            error = error_of(use)
+            assert isinstance(error, zrpc.OwnerDied)
+            assert "the actor Counter 'steps' on worker1 is lost: worker" in str(error)
+        assert "the actor Counter 'late' on worker1 is lost" in str(error_of(late.ready))
+
+
+def test_what_is_shown_of_actors_has_their_names(caller: Mesh, counter: Any) -> None:
+    unnamed = zrpc.remote(1, Counter)
+    unnamed.ready()
+    counter.ready()
+    assert sorted(take_stats(caller.agent(1)).actors) == ["Counter", "Counter 'steps'"]
