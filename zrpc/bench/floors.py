@@ -64,23 +64,23 @@ def group_call(session: Session, size: int) -> Sample:
 
 
 def push(session: Session, size: int) -> Sample:
-    """Compares a push of weights, whose versions the peer loads, with a copy of them."""
+    """Compares a push of weights, whose versions the peer loads, with a copy of the model."""
     return _versions(session, size)[0]
 
 
 def load(session: Session, size: int) -> Sample:
-    """Compares a load of weights into the peer's model with a copy of them there."""
+    """Compares a load of weights into the peer's model with a copy of that model."""
     return _versions(session, size)[1]
 
 
 def _versions(session: Session, size: int) -> tuple[Sample, Sample]:
     rpc, number = session.rpc, session.sampling.scaled(size // ELEMENT_BYTES)
-    weights, copy = torch.ones(number), torch.zeros(number)
+    model, copy = targets.new_model(number), targets.new_model(number)
     loads: list[float] = []
-    with rpc.nn.publish(NAME, targets.new_model(number)) as published:
+    with rpc.nn.publish(NAME, model) as published:
 
         def once() -> float:
-            seconds = _seconds(published.push) / _seconds(lambda: copy.copy_(weights))
+            seconds = _seconds(published.push) / _seconds(lambda: targets.copy_model(model, copy))
             arguments = NAME, number, published.version
             loads.append(rpc.rpc_sync(PEER, targets.time_of_load, args=arguments))
             return seconds

@@ -226,8 +226,8 @@ _TO_ALL = (
 )
 _FLOORS = (
     _floor("actor call, over one of an RRef's method", "actor_call", 1.15),
-    _floor("push of 128 MiB of weights, over a memcpy", "push", 1.5, 128 * _MIB),
-    _floor("load of 128 MiB of weights, over a memcpy", "load", 1.2, 128 * _MIB),
+    _floor("push of 128 MiB of weights, over a copy of the model", "push", 1.5, 128 * _MIB),
+    _floor("load of 128 MiB of weights, over a copy of the model", "load", 1.2, 128 * _MIB),
 )
 _TRAINERS = "parameter server, updates of 3 trainers per second"
 _OBSERVERS = "agent with 3 observers, steps per second"
