@@ -15,6 +15,7 @@ __all__ = ["async_execution", "batched"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _R = TypeVar("_R")
+_R_co = TypeVar("_R_co", covariant=True)
 
 # torch sets this attribute; programs that test for it find it here too.
 _ASYNC_MARK = "_wrapped_async_rpc_function"
@@ -118,21 +119,23 @@ class Batching(Deferral):
         return row
 
 
+class _Later(Protocol[_R_co]):
+    """A coroutine function. With Any in its type, mypy would not choose an overload of a call."""
+
+    async def __call__(self, *args: object, **kwargs: object) -> _R_co: ...
+
+
 class _OfLists(Protocol):
     """The decorator for functions that return lists."""
 
     @overload
-    def __call__(
-        self, fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
-    ) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+    def __call__(self, fn: Callable[..., Coroutine[Any, Any, list[_R]]], /) -> _Later[_R]: ...
     @overload
     def __call__(self, fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
 
 
 @overload
-def batched(
-    fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
-) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+def batched(fn: Callable[..., Coroutine[Any, Any, list[_R]]], /) -> _Later[_R]: ...
 @overload
 def batched(fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
 @overload

@@ -59,6 +59,7 @@ def rpc_stream(
         timeout: seconds that an item may take, while the reader waits for it; 0 for no limit.
             Default: ``rpc_timeout`` of the options.
         prefetch: the number of items that the generator may be ahead of its reader, at least 1.
+            The default lets small items be sent by the hundred.
         deadline: seconds for the whole stream; 0 for no limit. In a handler it is never longer than
             the handler's own caller still waits.
 

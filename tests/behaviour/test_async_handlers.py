@@ -35,6 +35,13 @@ def failed_already() -> Any:
 
 
 @async_execution
+def done_here() -> Any:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result((threading.get_ident(), PackedBy()))
+    return future
+
+
+@async_execution
 def fails_at_once() -> Any:
     raise KeyError("at once")
 
@@ -65,6 +72,19 @@ def test_answers_with_the_futures_value(shared: Mesh, call: Call) -> None:
     assert call(1, add_on, (1, 1, 2), {"z": 4}) == 7
     assert call(0, add_on, (0, 1, 2, 3)) == 6
     assert call(1, already_done, ("x",)) == "x"
+
+
+class PackedBy:
+    """Arrives as the thread that packs it."""
+
+    def __reduce__(self) -> Any:
+        return int, (threading.get_ident(),)
+
+
+def test_a_future_that_is_done_takes_no_other_thread(shared: Mesh) -> None:
+    for _ in range(20):
+        ran, packed = rpc.rpc_sync(1, done_here)
+        assert ran == packed
 
 
 def test_errors(shared: Mesh) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Sequence
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,8 +22,14 @@ from zrpc.bench.sampling import Sampling
 from zrpc.bench.session import Session
 from zrpc.launch import Starter
 
-ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.actors]
-SHOWN_ROWS = ("empty call", "one way, 64 KiB", "RRef method")
+ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.measured_by("ray")]
+SHOWN_ROWS = ("empty call", "one way, 64 KiB", "RRef method", "each of 1,000 actor calls in flight")
+RAYS_ROWS = (
+    "queue, items put and taken per second",
+    "stream of 100 items of 1 MiB",
+    "128 MiB to 7 workers by a group",
+    "128 MiB of weights to 7 subscribers",
+)
 
 
 class _Threads:
@@ -35,6 +42,15 @@ class _Threads:
     def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
         actor, thread = self._peers[peer]
         return thread.submit(getattr(actor, method), *args).result
+
+    def call_all(self, peers: Sequence[str], method: str, args: Sequence[Any]) -> list[Any]:
+        return [wait() for wait in [self.begin(peer, method, args) for peer in peers]]
+
+    def stream(self, peer: str, method: str, args: Sequence[Any]) -> Iterator[Any]:
+        return iter(self.begin(peer, method, args)())
+
+    def queue(self) -> queue.Queue[Any]:
+        return queue.Queue()
 
     def stop(self) -> None:
         for _, thread in self._peers.values():
@@ -66,7 +82,8 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
         pids, directory = pids_of(mesh), mesh._directory
         assert len(pids) == 1
         rows = {row.name: row for row in all_rows()}
-        for row in map(rows.__getitem__, SHOWN_ROWS):
+        shown = map(rows.__getitem__, (*SHOWN_ROWS, *RAYS_ROWS))
+        for row in [each for each in shown if each.measured_by(name)]:
             assert mesh.measure(row.workload, row.arguments, tiny, 60).value > 0
     assert mesh.shutdown_errors == []
     assert not directory.exists()
@@ -76,6 +93,12 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
 def test_the_default_rows_are_those_that_actors_have() -> None:
     names = [row.name for group in select(against="ray") for row in group.rows]
     assert names == [row.name for _, row in ACTOR_ROWS]
+
+
+def test_monarch_has_no_rows_of_streams_and_queues() -> None:
+    names = {row.name for group in select(against="monarch") for row in group.rows}
+    assert "empty call" in names
+    assert names.isdisjoint(RAYS_ROWS)
 
 
 def test_a_chosen_row_that_actors_do_not_have_is_measured_without_them() -> None:

@@ -47,11 +47,11 @@ def test_rows_are_selected_by_a_part_of_their_name() -> None:
 
 
 def test_a_row_that_only_zrpc_can_measure() -> None:
-    row = Row("messages", "costs:messages", (0,), only="zrpc")
+    row = Row("messages", "costs:messages", (0,), libraries=("zrpc",))
     starter = cast(Starter, None)  # nothing is started
     able = [
         name
-        for name in ("zrpc", "torch", LIMIT)
+        for name in ("zrpc", "torch", "ray", LIMIT)
         if Participant(Group("group", (row,)), name, starter, Settings()).can_measure(row)
     ]
     assert able == ["zrpc"]

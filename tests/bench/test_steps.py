@@ -15,6 +15,8 @@ from zrpc.launch import Starter
 
 # The most that an empty call may enter at each end: functions of zrpc, and modules.
 MOST = {"caller": (40, 22), "callee": (39, 23)}
+# The most that a call of an actor enters beyond one of an RRef's method, at each end.
+MOST_OF_AN_ACTOR = 2
 # On a busy machine a worker's thread may sleep instead of polling, which takes other steps.
 TRIES = 5
 
@@ -29,6 +31,18 @@ def test_a_call_takes_no_more_steps_than_before(end: str, starter: Starter, tiny
             if all(n <= most for n, most in zip(found, MOST[end], strict=True)):
                 return
     pytest.fail(f"expected at most {MOST[end]} functions and modules, found {found}")
+
+
+@pytest.mark.parametrize("end", MOST)
+def test_a_call_of_an_actor_takes_at_most_two_functions_more_than_one_of_an_rref(
+    end: str, starter: Starter, tiny: Sampling
+) -> None:
+    with Mesh(starter, "zrpc", 2) as mesh:
+        for _ in range(TRIES):
+            plain, actor = (mesh.measure(f"steps:{end}", (n,), tiny, 60).value for n in (1, 2))
+            if plain > 10 and actor <= plain + MOST_OF_AN_ACTOR:
+                return
+    pytest.fail(f"expected at most {MOST_OF_AN_ACTOR} more than {plain}, found {actor}")
 
 
 def test_each_row_of_the_skeleton_has_the_arguments_of_its_limit() -> None:

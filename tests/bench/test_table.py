@@ -76,6 +76,20 @@ def test_other_counts_of_a_row_are_shown() -> None:
     assert as_text(run).splitlines()[-1] == "steps  92.0, 31 modules, 450 lines"
 
 
+def test_what_a_row_should_measure_is_shown_beside_it() -> None:
+    rows = (
+        Row("ratio", "m:f", unit=Unit.COUNT, bound=1.15),
+        Row("rate", "m:f", unit=Unit.RATE, bound=200_000),
+    )
+    run = Run([Group("group", rows)], Settings(against=None))
+    for result, value in zip(run.results, (1.07, 250_000.0), strict=True):
+        result.add("zrpc", Sample(value, value, 1))
+    lines = as_text(run).splitlines()
+    assert lines[-2].split(maxsplit=1)[1] == "1.07 (at most 1.15)"
+    assert lines[-1].split(maxsplit=1)[1] == "250 k/s (at least 200 k/s)"
+    assert [row["bound"] for row in as_data(run, MACHINE, (0.5, 1.5))["rows"]] == [1.15, 200_000]
+
+
 def test_failures_in_some_rounds_are_marked() -> None:
     run = a_run()
     run.results[0].add("zrpc", Failure("worker1 was killed by SIGSEGV"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,7 @@ from tests.support.recursion import call_with_frames_left
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.runtime import thread_pool
-from zrpc.runtime.thread_pool import HandlerPool, in_pool, pass_gate
+from zrpc.runtime.thread_pool import HandlerPool, end_with, in_pool, pass_gate
 
 
 def test_jobs_run_in_order_in_threads_of_the_pool_which_are_reused(make_pool: MakePool) -> None:
@@ -64,6 +66,35 @@ def test_a_waiting_thread_is_replaced_and_counts_again_afterwards(make_pool: Mak
         pool.submit(count)
     done(pool)
     assert max(most) == 1
+
+
+def test_a_job_that_another_one_ends_with_is_the_next_in_its_thread(make_pool: MakePool) -> None:
+    pool, threads, over = make_pool(4), [], threading.Event()
+
+    def note(then: Callable[[], object]) -> None:
+        threads.append(threading.current_thread())
+        then()
+
+    def first() -> None:
+        end_with([partial(pool.submit, partial(note, over.set)), partial(note, lambda: None)])
+
+    pool.submit(first)
+    assert over.wait(SOON)
+    assert len(threads) == 2
+    assert len(set(threads)) == 1
+    assert pool.load(0).threads == 1
+
+
+def test_of_several_jobs_that_one_ends_with_the_others_run_beside_it(make_pool: MakePool) -> None:
+    pool, both = make_pool(4), threading.Barrier(3)
+    pool.submit(partial(end_with, [partial(pool.submit, partial(both.wait, SOON))] * 2))
+    both.wait(SOON)
+
+
+def test_outside_of_a_pool_a_last_job_is_submitted_as_any_other(make_pool: MakePool) -> None:
+    pool, over = make_pool(4), threading.Event()
+    end_with([partial(pool.submit, over.set)])
+    assert over.wait(SOON)
 
 
 def test_a_gate_is_passed_once_it_is_open_and_stays_open() -> None:

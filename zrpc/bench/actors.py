@@ -7,14 +7,15 @@ the one that calls them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from typing_extensions import override
 
+import zrpc
 from zrpc.bench import targets
 from zrpc.bench.library import Library
 
@@ -42,6 +43,23 @@ class Peer:
     def increment(self) -> int:
         return self._counter.increment()
 
+    def load(self, weights: dict[str, torch.Tensor]) -> None:
+        targets.load(weights)
+
+    def numbers(self, count: int) -> Iterator[int]:
+        yield from targets.numbers(count)
+
+    def tensors(self, count: int, size: int) -> Iterator[torch.Tensor]:
+        yield from targets.tensors(count, size)
+
+
+class Queue(Protocol):
+    """A queue between processes. Both methods wait until it is done."""
+
+    def put(self, item: Any) -> None: ...
+
+    def get(self) -> Any: ...
+
 
 class _Actors(Protocol):
     """The peers ``worker1``, ``worker2``, ... of one library."""
@@ -51,6 +69,19 @@ class _Actors(Protocol):
 
     def stop(self) -> None:
         """Stops all actors and everything that was started for them."""
+
+
+class _MoreOfActors(_Actors, Protocol):
+    """What not all libraries have."""
+
+    def call_all(self, peers: Sequence[str], method: str, args: Sequence[Any]) -> list[Any]:
+        """Calls a method on several peers, with the same arguments; returns the results."""
+
+    def stream(self, peer: str, method: str, args: Sequence[Any]) -> Iterator[Any]:
+        """Returns the items of a method that is a generator."""
+
+    def queue(self) -> Queue:
+        """Makes a queue."""
 
 
 class _Ray:
@@ -72,6 +103,22 @@ class _Ray:
     def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
         reference = getattr(self._peers[peer], method).remote(*args)
         return lambda: self._ray.get(reference)
+
+    def call_all(self, peers: Sequence[str], method: str, args: Sequence[Any]) -> list[Any]:
+        stored = [self._ray.put(each) for each in args]
+        found = [getattr(self._peers[peer], method).remote(*stored) for peer in peers]
+        results: list[Any] = self._ray.get(found)
+        return results
+
+    def stream(self, peer: str, method: str, args: Sequence[Any]) -> Iterator[Any]:
+        streaming = getattr(self._peers[peer], method).options(num_returns="streaming")
+        return map(self._ray.get, streaming.remote(*args))
+
+    def queue(self) -> Queue:
+        from ray.util.queue import Queue as RayQueue
+
+        made: Queue = RayQueue(actor_options={"num_cpus": 0})
+        return made
 
     def stop(self) -> None:
         self._ray.shutdown()
@@ -114,8 +161,32 @@ class _Reference:
     def rpc_sync(self) -> Any:
         return self
 
+    def rpc_async(self) -> _Futures:
+        return _Futures(self._rpc, self._peer)
+
     def __getattr__(self, method: str) -> Callable[..., Any]:
         return lambda *args: self._rpc.begin(self._peer, method, args)()
+
+
+@dataclass(frozen=True)
+class _Futures:
+    """A reference whose methods return futures."""
+
+    _rpc: _Rpc
+    _peer: str
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        return lambda *args: SimpleNamespace(wait=self._rpc.begin(self._peer, method, args))
+
+
+@dataclass(frozen=True)
+class _SyncQueue:
+    """A queue as an RRef refers to it."""
+
+    _queue: Queue
+
+    def rpc_sync(self) -> Queue:
+        return self._queue
 
 
 class _Rpc:
@@ -123,14 +194,25 @@ class _Rpc:
 
     def __init__(self, actors: _Actors) -> None:
         self.begin = actors.begin
+        self._more = cast("_MoreOfActors", actors)
 
-    def rpc_sync(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        return self.begin(to, func.__name__, args)()
+    def rpc_sync(self, to: Any, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        if isinstance(to, str):
+            return self.begin(to, func.__name__, args)()
+        return self._more.call_all(to, func.__name__, args)
+
+    def group(self, members: Sequence[str]) -> Sequence[str]:
+        return members
+
+    def rpc_stream(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
+        return self._more.stream(to, func.__name__, args)
 
     def rpc_async(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
         return SimpleNamespace(wait=self.begin(to, func.__name__, args))
 
-    def remote(self, to: str, func: type[targets.Counter]) -> _Reference:
+    def remote(self, to: str, func: type[Any]) -> Any:
+        if func is zrpc.Queue:
+            return _SyncQueue(self._more.queue())
         self.begin(to, "reset", ())()
         return _Reference(self, to)
 

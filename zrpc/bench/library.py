@@ -6,11 +6,12 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ACTOR_LIBRARIES", "LIBRARIES", "Library", "current", "load"]
+__all__ = ["ACTOR_LIBRARIES", "EVERY_LIBRARY", "LIBRARIES", "Library", "current", "load"]
 
 LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
 ACTOR_LIBRARIES = {"ray": "torch-zrpc[ray]", "monarch": "torch-zrpc[monarch]"}
+EVERY_LIBRARY = (*LIBRARIES, *ACTOR_LIBRARIES)
 _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
     "zrpc": ("zrpc", "zrpc.autograd"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from zrpc.actors import actor
 from zrpc.bench import targets
 from zrpc.bench.calls import check
 from zrpc.bench.sampling import Sample
@@ -25,6 +28,35 @@ def method(session: Session) -> Sample:
     counter = session.rpc.remote(PEER, targets.Counter)
     check("the count", counter.rpc_sync().increment(), 1)
     return session.sampling.time(lambda: counter.rpc_sync().increment())
+
+
+def actor_call(session: Session) -> Sample:
+    """Calls a method of an actor on the peer."""
+    counter = session.rpc.remote(PEER, actor_of(session))
+    check("the count", counter.rpc_sync().increment(), 1)
+    return session.sampling.time(lambda: counter.rpc_sync().increment())
+
+
+def actor_calls_in_flight(session: Session, count: int) -> Sample:
+    """Makes ``count`` calls of an actor before it waits for them; the time of each."""
+    counter = session.rpc.remote(PEER, actor_of(session))
+    total = 0
+
+    def calls() -> None:
+        nonlocal total
+        total += count
+        futures = [counter.rpc_async().increment() for _ in range(count)]
+        results = [future.wait() for future in futures]
+        check("the last count", results[-1], total)
+
+    return session.sampling.time(calls).divided(count)
+
+
+def actor_of(session: Session) -> Any:
+    """Returns a class whose instances are actors; plain objects in torch's RPC, which has none."""
+    if session.participant == "zrpc":
+        return actor(targets.Counter, concurrency=1)
+    return targets.Counter
 
 
 def made_and_dropped(session: Session) -> Sample:

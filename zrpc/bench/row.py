@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from zrpc.bench.library import ACTOR_LIBRARIES
+from zrpc.bench.library import LIBRARIES
 
 __all__ = ["Group", "Limit", "Row", "Unit"]
 
@@ -52,8 +53,8 @@ class Row:
         tcp_limit: the limit over tcp; None if it is the same.
         above_limit: whether the limit is subtracted before the libraries are compared.
         default: whether it is measured without ``--rows``.
-        actors: whether libraries of actors can measure it too.
-        only: the only library that can measure it; None if all others can.
+        libraries: those that can measure it.
+        bound: the most that zrpc should measure on a quiet machine, or the least of a rate.
         deadline: the seconds after which it has failed; None for the deadline of the run.
     """
 
@@ -65,15 +66,13 @@ class Row:
     tcp_limit: Limit | None = None
     above_limit: bool = False
     default: bool = True
-    actors: bool = False
-    only: str | None = None
+    libraries: Collection[str] = LIBRARIES
+    bound: float | None = None
     deadline: float | None = None
 
     def measured_by(self, library: str) -> bool:
         """Returns whether the library of that name can measure it."""
-        if self.only is not None:
-            return library == self.only
-        return self.actors or library not in ACTOR_LIBRARIES
+        return library in self.libraries
 
     def limit_of(self, tcp: bool) -> Limit | None:
         """Returns the limit for the transport in use."""

@@ -6,11 +6,15 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from zrpc.bench.library import ACTOR_LIBRARIES
+from zrpc.bench.library import ACTOR_LIBRARIES, EVERY_LIBRARY
 from zrpc.bench.row import Group, Limit, Row, Unit
 
 __all__ = ["GROUPS", "WORKLOAD_MODULES", "all_rows", "select"]
 
+# Of rows that others can measure too: all libraries; those that have streams and queues.
+_ALL = EVERY_LIBRARY
+_WITH_RAY = ("zrpc", "ray")
+_OWN = ("zrpc",)
 _KIB = 1024
 _MIB = 1024 * 1024
 _SIZES = {f"{number} KiB": number * _KIB for number in (4, 64)}
@@ -41,10 +45,12 @@ def _tensor_rows() -> tuple[Row, ...]:
             ("echo", "tensors:echo", 2, _zmq(size)),
         ):
             limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
-            row = Row(f"{way}, {name}", workload, (size,), limit=limit, tcp_limit=raw, actors=True)
+            row = Row(
+                f"{way}, {name}", workload, (size,), limit=limit, tcp_limit=raw, libraries=_ALL
+            )
             rows.append(row)
     name, limit = "echo, 100 tensors of 1 KiB", _zmq(100 * _KIB)
-    return (*rows, Row(name, "tensors:echo_many", (100, _KIB), limit=limit, actors=True))
+    return (*rows, Row(name, "tensors:echo_many", (100, _KIB), limit=limit, libraries=_ALL))
 
 
 def _cost_rows() -> tuple[Row, ...]:
@@ -53,7 +59,7 @@ def _cost_rows() -> tuple[Row, ...]:
         rows += [
             Row(f"processor time of {name}", "costs:processor_time", (width,)),
             Row(f"context switches of {name}", "costs:context_switches", (width,), Unit.COUNT),
-            Row(f"messages of {name}", "costs:messages", (width,), Unit.COUNT, only="zrpc"),
+            Row(f"messages of {name}", "costs:messages", (width,), Unit.COUNT, libraries=_OWN),
         ]
     return tuple(rows)
 
@@ -76,16 +82,38 @@ def _skeleton_rows() -> tuple[Row, ...]:
             arguments,
             limit=Limit("skeleton", f"skeleton:{skeleton}", arguments),
             default=False,
-            only="zrpc",
+            libraries=_OWN,
         )
         for name, workload, skeleton, arguments in both
     )
 
 
 def _step_rows() -> tuple[Row, ...]:
+    kinds = {"": 0, " of an RRef's method": 1, " of an actor's method": 2}
     return tuple(
-        Row(f"steps at the {end}", f"steps:{end}", unit=Unit.COUNT, default=False, only="zrpc")
+        Row(
+            f"steps at the {end}{kind}",
+            f"steps:{end}",
+            (number,),
+            unit=Unit.COUNT,
+            default=False,
+            libraries=_OWN,
+        )
+        for kind, number in kinds.items()
         for end in ("caller", "callee")
+    )
+
+
+def _floor(name: str, workload: str, bound: float, *arguments: float) -> Row:
+    """Returns a row that compares two operations of zrpc, or one with a copy."""
+    return Row(
+        name,
+        f"floors:{workload}",
+        arguments,
+        Unit.COUNT,
+        libraries=_OWN,
+        bound=bound,
+        default=False,
     )
 
 
@@ -118,15 +146,15 @@ def _memory_rows() -> tuple[Row, ...]:
 
 
 _CALLS = (
-    Row("empty call", "calls:empty", limit=_zmq(), actors=True),
+    Row("empty call", "calls:empty", limit=_zmq(), libraries=_ALL),
     Row("recorded call", "calls:recorded", limit=_zmq()),
-    Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), actors=True),
+    Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), libraries=_ALL),
     Row("torch operator", "calls:torch_operator", limit=_zmq()),
     Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
 )
 _CALLS_AT_ONCE = (
-    Row("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE, actors=True),
-    Row("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE, actors=True),
+    Row("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE, libraries=_ALL),
+    Row("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE, libraries=_ALL),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
 )
 _FAN_OUT = Row(
@@ -135,21 +163,71 @@ _FAN_OUT = Row(
     (_MIB,),
     limit=_copies(_MIB, 7),
     tcp_limit=_zmq(_MIB, 7),
-    actors=True,
+    libraries=_ALL,
 )
 _FIRST = "first large message, 100 MB from each of 5 workers and back"
 _DROPPED = "RRefs made and dropped per second"
 _REFERENCES = (
     Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
-    Row("RRef method", "references:method", limit=_zmq(), actors=True),
+    Row("RRef method", "references:method", limit=_zmq(), libraries=_ALL),
+    Row("actor call", "references:actor_call", limit=_zmq(), libraries=_ALL),
+    Row(
+        "each of 1,000 actor calls in flight",
+        "references:actor_calls_in_flight",
+        (1000,),
+        libraries=_ALL,
+    ),
     Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
 )
 _QUEUE = "queue, items put and taken per second"
 _BATCHES = "queue, items taken in batches of 32 per second"
 _COLLECTED = (
-    Row(_QUEUE, "collected:one_by_one", (), Unit.RATE, only="zrpc"),
-    Row(_BATCHES, "collected:by_batches", (), Unit.RATE, only="zrpc"),
-    Row("batched call, 64 callers", "collected:batched", (64,), only="zrpc"),
+    Row(_QUEUE, "collected:one_by_one", (), Unit.RATE, libraries=_WITH_RAY),
+    Row(_BATCHES, "collected:by_batches", (), Unit.RATE, libraries=_OWN),
+    Row("batched call, 64 callers", "collected:batched", (64,), libraries=_OWN),
+)
+_SMALL_ITEMS = "stream of 10,000 small items, items per second"
+_STREAMS = (
+    Row(
+        _SMALL_ITEMS,
+        "streams:small_items",
+        (10_000,),
+        Unit.RATE,
+        _RATE,
+        libraries=_WITH_RAY,
+        bound=200_000,
+    ),
+    Row(
+        "stream of 100 items of 1 MiB",
+        "streams:large_items",
+        (100, _MIB),
+        limit=_copies(_MIB, 100),
+        tcp_limit=_zmq(_MIB, 100),
+        libraries=_WITH_RAY,
+    ),
+)
+_TO_ALL = (
+    Row(
+        "128 MiB to 7 workers by a group",
+        "tensors:to_group",
+        (128 * _MIB,),
+        limit=_copies(128 * _MIB, 1),
+        tcp_limit=_zmq(128 * _MIB, 7),
+        libraries=_WITH_RAY,
+    ),
+    Row(
+        "128 MiB of weights to 7 subscribers",
+        "weights:to_subscribers",
+        (128 * _MIB,),
+        limit=_copies(128 * _MIB, 8),
+        libraries=_WITH_RAY,
+    ),
+    _floor("128 MiB to 7 workers, over a memcpy and 7 calls", "group_call", 1.6, 128 * _MIB),
+)
+_FLOORS = (
+    _floor("actor call, over one of an RRef's method", "actor_call", 1.15),
+    _floor("push of 128 MiB of weights, over a memcpy", "push", 1.5, 128 * _MIB),
+    _floor("load of 128 MiB of weights, over a memcpy", "load", 1.2, 128 * _MIB),
 )
 _TRAINERS = "parameter server, updates of 3 trainers per second"
 _OBSERVERS = "agent with 3 observers, steps per second"
@@ -167,6 +245,9 @@ GROUPS: tuple[Group, ...] = (
     Group("first messages", (Row(_FIRST, "tensors:first_large", (10**8,)),), workers=6, turns=1),
     Group("references", _REFERENCES),
     Group("queues and batches", _COLLECTED),
+    Group("streams", _STREAMS, turns=2),
+    Group("to all", _TO_ALL, workers=8, turns=2),
+    Group("floors", _FLOORS),
     Group("autograd", _autograd_rows()),
     Group("programs", _PROGRAMS, workers=4),
     Group("costs", _cost_rows()),
@@ -204,7 +285,8 @@ def select(patterns: Collection[str] = (), against: str | None = None) -> list[G
     chosen = {name for pattern in patterns for name in _matching(pattern)}
     if not patterns:
         rows = [row for row in all_rows() if row.default]
-        chosen = {row.name for row in rows if row.actors or against not in ACTOR_LIBRARIES}
+        measured = against if against in ACTOR_LIBRARIES else "zrpc"
+        chosen = {row.name for row in rows if row.measured_by(measured)}
     groups = [
         replace(group, rows=tuple(row for row in group.rows if row.name in chosen))
         for group in GROUPS

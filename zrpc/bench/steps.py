@@ -12,10 +12,12 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import zrpc
+from zrpc.actors import actor
 from zrpc.bench import targets
 from zrpc.bench.sampling import Sample
 from zrpc.bench.session import PEER, Session
@@ -34,29 +36,30 @@ Counts = Counter[tuple[str, str]]
 _records: list[Counts] = []
 
 
-def caller(session: Session) -> Sample:
-    """Counts the steps of an empty call in the thread that makes it."""
-    rpc_sync = session.rpc.rpc_sync
+def caller(session: Session, kind: int = 0) -> Sample:
+    """Counts the steps of an empty call in the thread that makes it; see `_call_of`."""
+    call = _call_of(session, kind)
 
     def count(lines: bool) -> Counts:
         _observe(lines)
         for _ in range(_COUNTED_CALLS):
             targets.nothing()
-            rpc_sync(PEER, targets.nothing)
+            call()
         return _observed()[1]
 
-    return _measure(session, count)
+    return _measure(call, count)
 
 
-def callee(session: Session) -> Sample:
-    """Counts the steps of an empty call in the thread that handles it."""
+def callee(session: Session, kind: int = 0) -> Sample:
+    """Counts the steps of an empty call in the thread that handles it; see `_call_of`."""
     rpc_sync = session.rpc.rpc_sync
+    call = _call_of(session, kind)
 
     def count(lines: bool) -> Counts:
         for _ in range(_TRIES):
             begun = rpc_sync(PEER, _observe, args=(lines,))
             for _ in range(_COUNTED_CALLS):
-                rpc_sync(PEER, targets.nothing)
+                call()
             ended, counts = rpc_sync(PEER, _observed)
             if begun == ended and counts:
                 return Counter(counts)
@@ -64,12 +67,21 @@ def callee(session: Session) -> Sample:
             f"expected one thread to handle {_COUNTED_CALLS} calls in {_TRIES} tries"
         )
 
-    return _measure(session, count)
+    return _measure(call, count)
 
 
-def _measure(session: Session, count: Callable[[bool], Counts]) -> Sample:
+def _call_of(session: Session, kind: int) -> Callable[[], Any]:
+    """Returns what makes an empty call: of a function (0), an RRef's method (1), an actor's (2)."""
+    if kind == 0:
+        return partial(session.rpc.rpc_sync, PEER, targets.nothing)
+    cls: Any = targets.Quiet if kind == 1 else actor(targets.Quiet, concurrency=1)
+    method: Callable[[], Any] = session.rpc.remote(PEER, cls).rpc_sync().nothing
+    return method
+
+
+def _measure(call: Callable[[], Any], count: Callable[[bool], Counts]) -> Sample:
     for _ in range(_WARM_UP_CALLS):
-        session.rpc.rpc_sync(PEER, targets.nothing)
+        call()
     entered, lines = count(False), count(True)
     more: dict[str, float] = {
         "modules": len({module for module, _ in entered}),

@@ -8,7 +8,7 @@ from typing import Any
 
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
-from zrpc.bench.row import Unit
+from zrpc.bench.row import Row, Unit
 from zrpc.bench.run import Run
 from zrpc.bench.sampling import LIMIT, Sample, Settings
 
@@ -58,7 +58,7 @@ def _row_cells(result: RowResult, settings: Settings) -> list[str]:
     cells = [result.row.name]
     if against:
         cells.append(_cell(result, against))
-    cells.append(_cell(result, "zrpc"))
+    cells.append(_cell(result, "zrpc") + _bound(result.row))
     if against:
         cells += _faster(result.times_faster(against))
     return [*cells, _limit(result, settings.tcp), _times_limit(result)]
@@ -84,6 +84,12 @@ def _cell(result: RowResult, participant: str) -> str:
         return f"failed: {_short(failures[0].reason)}" if failures else "-"
     more = "".join(f", {value:.0f} {name}" for name, value in result.more(participant).items())
     return quantity(spread.median, result.row.unit) + more + ("*" if failures else "")
+
+
+def _bound(row: Row) -> str:
+    if row.bound is None:
+        return ""
+    return f" (at {'least' if row.unit.more_is_better else 'most'} {quantity(row.bound, row.unit)})"
 
 
 def _faster(spread: Spread | None) -> list[str]:
@@ -147,6 +153,7 @@ def _row_data(result: RowResult, settings: Settings) -> dict[str, Any]:
         "row": result.row.name,
         "unit": result.row.unit.value,
         "limit": limit.name if limit else None,
+        "bound": result.row.bound,
         "rounds": {
             participant: [
                 asdict(each) if isinstance(each, Sample) else {"failed": each.reason}

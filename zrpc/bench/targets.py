@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,12 +16,19 @@ from zrpc.bench.machine import read_kib
 
 # No handler burns for longer, even if its caller is gone.
 _MAX_BURN_SECONDS = 60.0
+# Of a layer of the models whose weights are sent.
+_WIDTH = 1024
 _burning = threading.Event()
 _stop = threading.Event()
 _layers: dict[int, torch.nn.Linear] = {}
 # By the number of elements: what this worker pushes, and the sum of what was pushed to it.
 _pushed: dict[int, torch.Tensor] = {}
 _sums: dict[int, torch.Tensor] = {}
+# By the number of elements: the weights of this worker's model, and both sides of a copy.
+_models: dict[int, dict[str, torch.Tensor]] = {}
+_copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+# What this worker has subscribed to, by name.
+_subscribers: dict[str, Any] = {}
 # Guards `_sums`.
 _sums_lock = threading.Lock()
 
@@ -58,6 +66,74 @@ def echo(value: Any) -> Any:
 def take(tensor: torch.Tensor) -> float:
     """Returns the last element, which proves that the whole tensor has arrived."""
     return tensor[-1].item()
+
+
+def numbers(count: int) -> Iterator[int]:
+    """Makes the numbers below ``count``."""
+    number = 0
+    while number < count:  # not `yield from`: Ray needs a generator at each level
+        yield number
+        number += 1
+
+
+def tensors(count: int, size: int) -> Iterator[torch.Tensor]:
+    """Makes tensors of ``size`` bytes, all ones."""
+    tensor = torch.ones(size // 4)
+    for _ in range(count):
+        yield tensor
+
+
+def new_model(count: int) -> dict[str, torch.Tensor]:
+    """Returns the parameters of a model: that many elements, in layers with a matrix and a bias."""
+    parameters: dict[str, torch.Tensor] = {}
+    while count:
+        for shape in ((_WIDTH, _WIDTH), (_WIDTH,)):
+            tensor = torch.ones(shape).view(-1)[:count].clone()
+            parameters[str(len(parameters))] = tensor
+            count -= tensor.numel()
+    return parameters
+
+
+def load(weights: dict[str, torch.Tensor]) -> None:
+    """Copies weights that have arrived into this worker's model."""
+    model = _model(sum(each.numel() for each in weights.values()))
+    for name, tensor in model.items():
+        tensor.copy_(weights[name])
+
+
+def load_version(name: str, count: int, version: int) -> int:
+    """Loads published weights with that many elements into this worker's model."""
+    if name not in _subscribers:
+        _subscribers[name] = library.current().rpc.nn.subscribe(name)
+    loaded: int = _subscribers[name].load_into(_model(count), at_least=version)
+    return loaded
+
+
+def time_of_load(name: str, count: int, version: int) -> float:
+    """Does the same; returns how many times as long it took as a copy."""
+    begun = time.perf_counter()
+    load_version(name, count, version)
+    loaded = time.perf_counter()
+    if count not in _copies:
+        _copies[count] = torch.ones(count), torch.zeros(count)
+    source, target = _copies[count]
+    middle = time.perf_counter()
+    target.copy_(source)
+    return (loaded - begun) / (time.perf_counter() - middle)
+
+
+def unsubscribe() -> None:
+    """Gives back the weights that this worker has, and its models."""
+    for each in _subscribers.values():
+        each.close()
+    for kept in (_subscribers, _models, _copies):
+        kept.clear()
+
+
+def _model(count: int) -> dict[str, torch.Tensor]:
+    if count not in _models:
+        _models[count] = new_model(count)
+    return _models[count]
 
 
 def prepare_push(count: int) -> None:
@@ -119,6 +195,12 @@ def burning() -> bool:
 def stop_burning() -> None:
     """Stops `burn`."""
     _stop.set()
+
+
+class Quiet:
+    """An object with a method that does nothing."""
+
+    nothing = staticmethod(nothing)
 
 
 class Counter:

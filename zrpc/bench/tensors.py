@@ -59,6 +59,15 @@ def fan_out(session: Session, size: int) -> Sample:
     return session.sampling.time(once)
 
 
+def to_group(session: Session, size: int) -> Sample:
+    """Sends one tensor to all other workers by one call of a group."""
+    rpc, tensor = session.rpc, _tensor(session.sampling.scaled(size))
+    others = rpc.group(session.others)
+    found = rpc.rpc_sync(others, targets.take, args=(tensor,))
+    check("the last elements", found, [_ELEMENT] * (session.workers - 1))
+    return session.sampling.time(lambda: rpc.rpc_sync(others, targets.take, args=(tensor,)))
+
+
 def first_large(session: Session, size: int) -> Sample:
     """Pushes one tensor from each other worker to worker 0, and one of that size back.
 

@@ -110,9 +110,10 @@ class Execution:
             # The shared memory that they hold is returned with the answer.
             del args, kwargs
             if is_async_execution(function):
-                self._follow_future(result)
-                return
-            if isinstance(result, CoroutineType):
+                if self._follow_future(result):
+                    return
+                result = result.value()
+            elif isinstance(result, CoroutineType):
                 self._loop.run(self._await(result), contextvars.copy_context())
                 return
         except BaseException as error:
@@ -128,16 +129,20 @@ class Execution:
             reset_modes()
         self._sink.answer(request, result)
 
-    def _follow_future(self, result: Any) -> None:
+    def _follow_future(self, result: Any) -> bool:
+        """Follows a future, which has the result; returns False if it is done already."""
         if not isinstance(result, torch._C.Future):
             raise RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(result).__name__}"
             )
+        if result.done():
+            return False
         result.add_done_callback(
             lambda done: self._schedule(RequestJob(self.request, partial(self._finish, done)))
         )
         self._sink.defer(self.request)
+        return True
 
     def _finish(self, done: Any, request: Message) -> None:
         try:

@@ -191,8 +191,10 @@ class PendingCalls:
             if window is not None:
                 if call.state is _SENDING:
                     window.used -= call.size
-                if window.queue or window.caller is not None:
+                if window.queue:
                     ready = self._let_in(window, call)
+                elif not window.used and window.caller is not None:  # it may not call any more
+                    del self._windows[window.peer, window.caller]
             call.state = _SETTLED if call.state is _SENDING else _UNSENT
         if type(outcome) is Message:
             failed = outcome.kind == _ERROR

@@ -17,24 +17,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, uninterrupted
 from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
+from zrpc.runtime.pool_load import Load
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 
 __all__ = [
     "HandlerPool",
-    "Load",
     "ThreadOwner",
     "current_pool",
+    "end_with",
     "in_handler",
     "in_pool",
     "pass_gate",
@@ -49,39 +50,19 @@ Job = Callable[[], None]
 # More threads than this wait at once only if a program recurses without end.
 MAX_THREADS = 4096
 
-# .pool is the HandlerPool whose job the current thread runs, if any.
-# .begun is when that job began, plus the time that it has waited since; .blocked is when its
-# latest wait began.
-# .owner is what lends the thread to pools as a guest, if anything.
-_thread = threading.local()
+
+class _Thread(threading.local):
+    # .pool is the HandlerPool whose job the current thread runs, if any.
+    # .begun is when that job began, plus the time that it has waited since; .blocked is when its
+    # latest wait began.
+    # .owner is what lends the thread to pools as a guest, if anything.
+    # .ending is whether the job is in its `end_with`, and has submitted nothing there.
+    ending = False
+
+
+_thread = _Thread()
 # Returns the pool whose job the current thread runs, or None. In C, as each call asks.
 current_pool: Callable[[], HandlerPool | None] = partial(getattr, _thread, "pool", None)
-
-
-class Load(NamedTuple):
-    """What a pool has to do.
-
-    Attributes:
-        size: the number of jobs that may run at once.
-        running: the number of jobs that run, without those that wait for another worker.
-        waiting: the number of jobs that wait for another worker.
-        idle: the number of threads without a job.
-        threads: the number of threads.
-        full_for: for how many seconds some job has always waited; 0 if none waits.
-        none_begun_for: for how many of these seconds no job was begun.
-        queued: the number of jobs that wait for a thread.
-        backlog: the first of those.
-    """
-
-    size: int
-    running: int
-    waiting: int
-    idle: int
-    threads: int
-    full_for: float
-    none_begun_for: float
-    queued: int
-    backlog: list[Job]
 
 
 class ThreadOwner(Protocol):
@@ -136,6 +117,20 @@ def pass_gate(
     finally:
         if pool is not None:
             pool._unblock()
+
+
+def end_with(steps: Sequence[Callable[[], object]]) -> None:
+    """Does the last things of the current job, if a job calls this.
+
+    The first job that they submit to the same pool is left to this thread: to wake another one
+    takes longer than what is left of this job.
+    """
+    _thread.ending = True
+    try:
+        for step in steps:
+            step()
+    finally:
+        _thread.ending = False
 
 
 @contextlib.contextmanager
@@ -204,7 +199,9 @@ class HandlerPool:
             if not self._backlog:
                 self._full_since = time.monotonic()
             self._backlog.append(job)  # first: whatever fails after that, `relieve` starts it
-            if self._running < self._size:
+            if _thread.ending and current_pool() is self:
+                _thread.ending = False  # this thread takes it next
+            elif self._running < self._size:
                 self._start_next()
 
     @property

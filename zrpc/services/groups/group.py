@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.future import Future
@@ -54,12 +55,12 @@ class Group(_Sequence[M]):
     @overload
     def __getitem__(self, place: int) -> M: ...
     @overload
-    def __getitem__(self, place: slice) -> Group[M]: ...
+    def __getitem__(self, place: slice) -> Self: ...
     def __getitem__(self, place: int | slice) -> Any:
         found = self.members[place]
         return self._of(found) if isinstance(place, slice) else found
 
-    def _of(self, members: Any) -> Group[M]:
+    def _of(self, members: Any) -> Self:
         return type(self)(members)
 
     def __iter__(self) -> Iterator[M]:
@@ -116,7 +117,7 @@ class WorkerGroup(Group[str]):
         """Does what `zrpc.rpc_sync` does for a group."""
         return _results(self.call_async(body, timeout))
 
-    def call_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+    def call_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         """Does what `zrpc.rpc_async` does for a group."""
         agent = current_agent()
         target = partial(_worker, agent)
@@ -128,9 +129,11 @@ class WorkerGroup(Group[str]):
         """Does what `zrpc.remote` does for a group."""
         agent = current_agent()
         targets = []
+        body = as_actor_class(body[0]), *body[1:]
         for name in self._found():
             info = agent.membership.find(name)
-            targets.append(Target(info, name, partial(RRef._create, agent, info)))
+            create = partial(RRef._create, agent, info, made_by=body[0])
+            targets.append(Target(info, name, create))
         return RRefGroup(make_each(agent, targets, body, timeout))
 
     def _found(self) -> Sequence[str]:
@@ -169,7 +172,7 @@ class RRefGroup(Group[RRef[T]]):
     def __repr__(self) -> str:
         return f"<group of RRefs: {', '.join(map(repr, self._members))}>"
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[list[Any]]:
         """Returns a proxy whose methods run on each value, and return the list of their results.
 
         Args:
@@ -178,11 +181,11 @@ class RRefGroup(Group[RRef[T]]):
         """
         return Proxy(self._ask, timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[GroupFuture[Any]]:
         """Like `rpc_sync`, but the methods return a future of the list at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRefGroup[Any]]:
         """Like `rpc_sync`, but the results stay at their owners, and the methods return groups.
 
         The first use of a method's name asks whether the values have that method, as that of an
@@ -193,7 +196,7 @@ class RRefGroup(Group[RRef[T]]):
     def _ask(self, body: Any, timeout: float) -> list[Any]:
         return _results(self._ask_async(body, timeout))
 
-    def _ask_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+    def _ask_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         targets = [_target(rref, rref._ask_async) for rref in self._members]
         return call_each(self._agent(), targets, body, timeout)
 

@@ -89,12 +89,14 @@ class _Sharer:
 
     def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
         with self._lock:
-            bodies = self._bodies
-            wanted = info.member_id not in self._known and fnmatchcase(info.name, joining.pattern)
-            place = bodies.add(info) if wanted and bodies is not None else None
-            if place is None:
+            bodies, known = self._bodies, info.member_id in self._known
+            if bodies is None or known or not fnmatchcase(info.name, joining.pattern):
                 return
             self._known.add(info.member_id)
+        place = bodies.add(info)
+        if place is None:
+            return
+        with self._lock:
             self._targets[place] = joining.target(info)
             self._sharing.join(place)
         self.go_on()

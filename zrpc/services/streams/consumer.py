@@ -19,9 +19,9 @@ from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninterrupted
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.services.streams.batches import Credit, items_of, number_of
+from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
@@ -58,20 +58,19 @@ class Consumer:
         self.timeout = timeout
         self._ended = ended
         self.items: deque[Any] = deque()
-        # Guards what follows; no other lock is taken while it is held.
+        # Guards what follows; no other lock is taken, and nothing is freed, while it is held.
         self._lock = UninterruptedLock()
         self._inflow = inflow
         self._wakers: list[Callable[[], object]] = []
-        self._opening = False
+        self._opener: object = None  # that of the reader that opens a batch
         self.used_at = monotonic()
 
     # -- in the I/O thread -----------------------------------------------------------------
 
     def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived."""
-        number = number_of(batch)
         with self._lock:
-            self._inflow.arrive(number, batch)
+            self._inflow.arrive(batch)
             credit = self._inflow.credit(len(self.items), always=True)
             wakers = self._take_wakers()
             complete = self._inflow.complete
@@ -121,15 +120,17 @@ class Consumer:
         Args:
             outcome: the error to raise from now on; None if there are just no more items.
         """
-        with self._lock:
-            if not self._inflow.over:
-                self._inflow.abort(outcome)
-            self.items.clear()
-            wakers = self._take_wakers()
-        self._ended(self)
-        for wake in wakers:
-            wake()
-        self.call.cancel()
+        with uninterrupted:
+            with self._lock:
+                dropped: list[Any] = [*self.items]
+                self.items.clear()
+                if not self._inflow.over:
+                    dropped.append(self._inflow.abort(outcome))
+                wakers = self._take_wakers()
+            self._ended(self)
+            for wake in wakers:
+                wake()
+            self.call.cancel()
 
     # -- in the thread that wants items ----------------------------------------------------
 
@@ -145,8 +146,11 @@ class Consumer:
         while not self._has_items():
             gate = threading.Lock()
             gate.acquire()
-            if self._will_wake(gate.release):
-                self._wait(gate, left())
+            try:
+                if self._will_wake(gate.release):
+                    self._wait(gate, left())
+            finally:
+                self._forget_waker(gate.release)
 
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
         call, ident, receive = self.call, threading.get_ident(), None
@@ -168,8 +172,12 @@ class Consumer:
         try:
             while not self._has_items():
                 woken = loop.create_future()
-                if self._will_wake(partial(_wake, loop, woken)):
-                    await asyncio.wait([woken], timeout=left())
+                wake = partial(_wake, loop, woken)
+                try:
+                    if self._will_wake(wake):
+                        await asyncio.wait([woken], timeout=left())
+                finally:
+                    self._forget_waker(wake)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -204,73 +212,94 @@ class Consumer:
         )
 
     def _has_items(self) -> bool:
-        """Returns whether there are items; opens the next batch if it has arrived."""
-        with self._lock:
-            self.used_at = monotonic()
-            if self.items:
-                return True
-            if self._opening:
-                return False
-            batch, over = self._inflow.first(), self._inflow.over
-            self._opening = batch is not None
-        if batch is not None:
-            self._open(batch)
-            return bool(self.items)
-        if over:
+        """Returns whether there are items; opens the next batch if it has arrived.
+
+        If a signal handler raises meanwhile, the batch is opened again by the next reader.
+        """
+        opener = object()
+        values: list[Any] = []
+        try:
+            with self._lock:
+                self.used_at = monotonic()
+                if self.items:
+                    return True
+                if self._opener is not None:
+                    return False
+                batch, over = self._inflow.first(), self._inflow.over
+                if batch is not None:
+                    self._opener = opener
+            if batch is not None:
+                failure = self._unpack(batch, values)
+                self._open(batch, values, failure)
+        finally:
+            if self._opener is opener:
+                self._opener = None
+                self._wake_readers()
+        if batch is None and over:
             [outcome] = self._inflow.outcome
             if outcome is not None:
                 self._agent.caller.decode(outcome)
             raise StopIteration
-        return False
+        return bool(self.items)
 
-    def _will_wake(self, wake: Callable[[], object]) -> bool:
-        """Calls ``wake`` when there may be items; returns False if there may be some now."""
-        with self._lock:
-            ready = self._inflow.over or self._inflow.first() is not None
-            if self.items or (ready and not self._opening):
-                return False
-            self._wakers.append(wake)
-            credit = self._inflow.credit(0)
-        self._post(credit)
-        return True
-
-    def _open(self, batch: Message) -> None:
-        """Unpacks the items of a batch, as this thread has promised by `_opening`.
-
-        If a signal handler raises meanwhile, the batch is opened again by the next thread.
-        """
-        values: list[Any] = []
-        failure: Exception | None = None
-        opened = False
+    def _unpack(self, batch: Message, values: list[Any]) -> Exception | None:
+        """Adds the items of a batch to ``values``; returns what was raised by the next one."""
+        unpack = self._agent.codec.unpack
         try:
-            try:
-                values.extend(map(self._agent.codec.unpack, items_of(batch)))
-            except Exception as error:
-                if raised_by_handler(error):
-                    raise
-                failure = error
-            opened = True
-        finally:
+            for count, part in parts_of(batch):
+                if count:
+                    values.extend(unpack(part))
+                else:
+                    values.append(unpack(part))
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            return error
+        return None
+
+    def _open(self, batch: Message, values: list[Any], failure: Exception | None) -> None:
+        """Lets the program take the items of a batch; a failure ends the stream behind them."""
+        dropped: object = None
+        with uninterrupted:
             with self._lock:
-                self._opening = False
-                credit = None
-                if opened and self._inflow.first() is batch:  # and it was not closed meanwhile
-                    self._inflow.open(len(values))
-                    self.items.extend(values)
-                    credit = self._inflow.credit(max(0, len(values) - 1))
+                if self._inflow.first() is not batch:  # it was closed meanwhile
+                    return
+                self._inflow.open(len(values))
+                self.items.extend(values)
+                credit = self._inflow.credit(max(0, len(values) - 1))
+                if failure is not None:
+                    dropped = self._inflow.abort(failure.with_traceback(None))
+            if failure is None:
+                self._post(credit)
+            else:
+                self._ended(self)
+                self.call.cancel()
+        del dropped
+
+    def _wake_readers(self) -> None:
+        with uninterrupted:
+            with self._lock:
                 wakers = self._take_wakers()
             for wake in wakers:
                 wake()
-        self._post(credit)
-        if failure is not None:
-            self._fail(failure)
 
-    def _fail(self, error: Exception) -> None:
-        """Ends the stream behind the items that are opened."""
+    def _will_wake(self, wake: Callable[[], object]) -> bool:
+        """Calls ``wake`` when there may be items; returns False if there may be some now."""
+        with uninterrupted:
+            with self._lock:
+                ready = self._inflow.over or self._inflow.first() is not None
+                if self.items or (ready and self._opener is None):
+                    return False
+                self._wakers.append(wake)
+                credit = self._inflow.credit(0)
+            self._post(credit)
+        return True
+
+    def _forget_waker(self, wake: Callable[[], object]) -> None:
+        """Forgets one that was not called, since its reader no longer waits."""
         with self._lock:
-            self._inflow.abort(error.with_traceback(None))
-        self._ended(self)
-        self.call.cancel()
+            if wake in self._wakers:
+                self._wakers.remove(wake)
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:

@@ -52,7 +52,8 @@ class Stream(Generic[R]):
             try:
                 return self._take()
             except IndexError:
-                self._consumer.fill()
+                pass  # what follows is no part of this error
+            self._consumer.fill()
 
     def __iter__(self) -> Iterator[R]:
         """Yields the items, and closes the stream when the loop is left."""
@@ -60,15 +61,14 @@ class Stream(Generic[R]):
         try:
             while True:
                 try:
-                    item = take()
-                except IndexError:
-                    try:
-                        fill()
-                    except StopIteration:
-                        return
+                    yield take()
                     continue
-                yield item
-                del item
+                except IndexError:
+                    pass
+                try:
+                    fill()
+                except StopIteration:
+                    return
         finally:
             self.close()
 
@@ -77,7 +77,8 @@ class Stream(Generic[R]):
             try:
                 return self._take()
             except IndexError:
-                await self._consumer.fill_async()
+                pass
+            await self._consumer.fill_async()
 
     def __aiter__(self) -> AsyncIterator[R]:
         """Returns an iterator that closes the stream when it is dropped."""
