@@ -59,3 +59,29 @@ def test_makers_share_one_actor_while_workers_die(mesh: Mesh) -> None:
     again = {future.result(SOON) for future in futures}
     assert len(again) == 1
     assert again != values
+
+
+def make_many(gone: str) -> None:
+    for number in range(300):
+        to = ("worker1", "worker2")[number % 2]
+        rpc.remote(to, Replay, (number,), name=f"{gone}/{number}")
+
+
+def share_by_name(name: str) -> Any:
+    return rpc.remote("worker1", Replay, (-1,), name=name, exist_ok=True).rpc_sync().get()[0]
+
+
+@pytest.mark.zrpc(workers=4, processes=True, timeout=60)
+@pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
+def test_a_worker_that_dies_in_the_midst_of_claims_leaves_no_name_without_an_actor(
+    mesh: Mesh, victim: int
+) -> None:
+    making = [mesh.submit(worker, make_many, f"by{worker}") for worker in (2, 3)]
+    mesh.run(1, get, "by3/5")
+    mesh.kill(victim)
+    making[0].result(SOON)
+    if victim != 3:
+        making[1].result(SOON)
+
+    for number in range(0, 100, 10):
+        assert mesh.run(1, share_by_name, f"by3/{number}") in (number, -1)

@@ -13,6 +13,7 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.waiting import SOON, until
+from zrpc.services.names import claims
 from zrpc.services.names.service import NameService
 from zrpc.testing import Mesh
 
@@ -84,6 +85,9 @@ def test_a_name_that_is_taken_is_refused_with_who_has_it(mesh: Mesh, owner: str)
         with pytest.raises(rpc.RpcError) as caught:
             mesh.run(maker, make, to)
         assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in str(
+            caught.value
+        )
+        assert "stop() if it is an actor's, else it lasts until the owner leaves" in str(
             caught.value
         )
         assert caught.value.executed is False
@@ -240,6 +244,55 @@ def test_the_error_of_the_one_constructor_goes_to_all_makers(mesh: Mesh) -> None
         with pytest.raises(KeyError, match="own error"):
             mesh.run(worker, rref.to_here)
     assert Made.count == 1
+
+
+def test_a_maker_that_was_told_of_an_actor_gets_its_error_also_if_that_has_failed(
+    mesh: Mesh,
+) -> None:
+    failed = mesh.run(0, lambda: rpc.remote("worker1", Failing, name="replay"))
+    with pytest.raises(KeyError, match="own error"):
+        mesh.run(0, failed.to_here)
+    until(lambda: names_held(mesh) == [0, 0, 0])
+
+    def asked(shares: bool | None) -> Any:
+        return rpc.rpc_sync("worker1", claims.get_actor, ("replay", 1, shares))
+
+    what, found = mesh.run(2, asked, True)
+    assert "Failing on worker1" in what
+    with pytest.raises(KeyError, match="own error"):
+        mesh.run(2, found.to_here)
+    assert mesh.run(2, asked, False) is None  # the name is free for others
+    assert mesh.run(2, asked, None) is None
+    mesh.run(2, make, "worker2", "next", exist_ok=True)
+    assert mesh.run(0, get) == "next"
+
+
+def test_an_actor_that_is_shared_while_others_stop_it_runs_or_was_stopped(mesh: Mesh) -> None:
+    shared, ends = rpc.actor(Made, concurrency=1), list[Any]()
+
+    def outcome_of(rref: Any) -> Any:
+        try:
+            return rref.rpc_sync().get()
+        except rpc.RpcError as error:
+            return error.executed, "was stopped by" in str(error)
+
+    def share(worker: str) -> None:
+        for _ in range(10):
+            rref = rpc.remote(worker, shared, (7,), name="replay", exist_ok=True)
+            ends.append(outcome_of(rref))
+
+    def stop() -> None:
+        for _ in range(10):
+            rpc.get_actor("replay", SOON).stop(SOON)
+            rpc.remote("worker0", shared, (7,), name="replay", exist_ok=True)
+
+    futures = [mesh.submit(worker, share, worker) for worker in WORKERS]
+    futures += [mesh.submit(worker, stop) for worker in WORKERS]
+    for future in futures:
+        future.result(SOON)
+    assert set(ends) <= {7, (False, True)}
+    assert sum(names_held(mesh)) == 1
+    assert mesh.run_all(get) == [7, 7, 7]
 
 
 # -- get_actor -------------------------------------------------------------------------------

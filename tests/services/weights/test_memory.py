@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from tests.services.weights.publishing import (
     Learner,
     Rollout,
     pool_of,
+    raised_by,
     until_mapped,
     value_of,
     weights,
@@ -105,6 +108,22 @@ def test_if_there_is_no_memory_a_push_raises_and_the_version_before_stays(
     assert first.value == 2
     assert learner.push(3) == 3
     assert second.load() == 3
+
+
+@pytest.mark.system
+def test_if_the_system_has_no_memory_a_push_raises_and_takes_none(mesh: Mesh) -> None:
+    learner = Learner(mesh, count=1 << 23)
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (1 << 23), limits[1]))
+    try:
+        assert isinstance(raised_by(learner.published.push), MemoryError)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert len(pool_of(mesh)) == 0
+    assert learner.push() == 1
+    rollout = Rollout(mesh, 1, count=1 << 23)
+    assert rollout.load() == 1
 
 
 def test_without_shared_memory_versions_go_by_messages(make_mesh: MakeMesh) -> None:

@@ -63,8 +63,9 @@ def make_named(
             other: RRef[Any] = found[1]
             return other
         error = RpcError(
-            f"the name {name!r} is taken by {found[0]}: call stop() on that actor, take "
-            "another name, or pass exist_ok=True to share it"
+            f"the name {name!r} is taken by {found[0]}: take another name, pass exist_ok=True to "
+            "share it, or free it: by stop() if it is an actor's, else it lasts until the owner "
+            "leaves"
         )
         error.executed = False
         raise error
@@ -81,7 +82,7 @@ def find_named(agent: Agent, name: str, timeout: float) -> RRef[Any]:
     deadline, past = Deadline(agent, timeout), None
     while True:
         past = _await_holder(agent, name, past, deadline)
-        found = _ask_holder(agent, name, past, True, deadline)
+        found = _ask_holder(agent, name, past, None, deadline)
         if found is not None:
             rref: RRef[Any] = found[1]
             return rref
@@ -133,13 +134,13 @@ def _claim(
 
 
 def _ask_holder(
-    agent: Agent, name: str, holder: Holder, wanted: bool, deadline: Deadline
+    agent: Agent, name: str, holder: Holder, shares: bool | None, deadline: Deadline
 ) -> tuple[str, Any] | None:
-    """Asks a holder; returns what it has, and a reference if wanted. None if it has nothing."""
+    """Asks a holder what it has, see `get_actor`."""
     info = agent.membership.infos.get(holder.member)
     if info is None or holder.member in agent.membership.lost:
         return None
-    body: Any = get_actor, (name, holder.number, wanted), {}
+    body: Any = get_actor, (name, holder.number, shares), {}
     try:
         found: tuple[str, Any] | None = agent.caller.call(info, Kind.CALL, body, deadline.left())
     except WorkerDied:
@@ -149,8 +150,19 @@ def _ask_holder(
 
 # A call that takes too long is known by the function's name: so this has the one that programs use.
 @async_execution
-def get_actor(name: str, number: int, wanted: bool) -> Future[Any]:
-    return current_agent().service(NameService).describe(name, number, wanted)
+def get_actor(name: str, number: int, shares: bool | None) -> Future[Any]:
+    """Returns a future of what this worker has under a name by a claim: a text, and a reference.
+
+    Args:
+        name: the name.
+        number: of the claim.
+        shares: True for a maker that shares what is made, also if that has failed meanwhile; False
+            for one that does not, and gets no reference; None for a search.
+
+    Returns:
+        Of None, if there is nothing.
+    """
+    return current_agent().service(NameService).describe(name, number, shares)
 
 
 def _not_claimed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,6 +37,10 @@ Follower = Callable[[Holder, bool], object]
 
 # What has no answer is sent again after this time: a message may be lost with its connection.
 _REPEAT_SECONDS = 2.0
+# For how long actors that could not be made are kept, and how many at most: for makers that share
+# the name, and were told who has it before it was free again.
+_KEPT_SECONDS = 10.0
+_MAX_KEPT = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +80,8 @@ class NameService(Service, MessageHooks):
         self._followers: dict[int, list[Follower]] = {}
         # The actors of this worker, by name.
         self._named: dict[str, _Named] = {}
+        # Those that could not be made, each with the time until which it is kept.
+        self._failed: deque[tuple[float, _Named]] = deque()
         # What threads wait for, and those that make an actor, by its id.
         self._waiting: dict[Waiting[Any], None] = {}
         self._makers: dict[RRefId | None, Waiting[Any]] = {}
@@ -187,15 +194,26 @@ class NameService(Service, MessageHooks):
         try:
             value.get()
         except BaseException:
-            self._give_up(name, number)
+            self._give_up(name, number, failed=True)
 
-    def _give_up(self, name: str, number: int) -> None:
-        """Gives up a name, and its reference."""
+    def _give_up(self, name: str, number: int, failed: bool = False) -> None:
+        """Gives up a name, and its reference; soon, if the actor could not be made."""
+        gone = []  # outlives the lock
         with self._lock:
             if name in self._named and self._named[name].number == number:
-                gone = self._named.pop(name)  # noqa: F841  # outlives the lock
+                gone.append(self._named.pop(name))
+                if failed:
+                    self._failed.append((time.monotonic() + _KEPT_SECONDS, gone[0]))
+                    gone += self._forget_failed()
             self._registry.free(name, number)
         self._settle()
+
+    def _forget_failed(self) -> list[_Named]:
+        """Takes out the failed actors that are not kept any longer. The lock is held."""
+        gone, now = [], time.monotonic()
+        while self._failed and (self._failed[0][0] < now or len(self._failed) > _MAX_KEPT):
+            gone.append(self._failed.popleft()[1])
+        return gone
 
     def release(self, rref_id: RRefId) -> None:
         """Gives up the names of an actor that is stopped. From any thread."""
@@ -204,13 +222,13 @@ class NameService(Service, MessageHooks):
         for name, number in found:
             self._give_up(name, number)
 
-    def describe(self, name: str, number: int, wanted: bool) -> Future[tuple[str, Any] | None]:
-        """Returns what has a name here by a claim, and a reference if wanted; else None.
+    def describe(self, name: str, number: int, shares: bool | None) -> Future[Any]:
+        """Returns what has a name here by a claim, see `zrpc.services.names.claims.get_actor`.
 
         If the grant has not arrived yet, that is waited for.
         """
         answer: Future[tuple[str, Any] | None] = Future()
-        look = partial(self._describe, name, number, wanted, answer)
+        look = partial(self._describe, name, number, shares, answer)
         with self._lock:
             followers = self._followers.get(number)
             if followers is not None:
@@ -220,15 +238,16 @@ class NameService(Service, MessageHooks):
         return answer
 
     def _describe(
-        self, name: str, number: int, wanted: bool, answer: Future[tuple[str, Any] | None]
+        self, name: str, number: int, shares: bool | None, answer: Future[tuple[str, Any] | None]
     ) -> None:
         with self._lock:
             named = self._named.get(name)
             if named is None or named.number != number:
-                named = None
                 self._registry.deny(name, number)
+                failed = [each for _, each in self._failed if each.number == number]
+                named = failed[0] if failed and shares else None
         self._settle()
-        rref = named.rref if named is not None and wanted else None
+        rref = named.rref if named is not None and shares is not False else None
         answer.set_result(None if named is None else (named.what, rref))
 
     # -- messages --------------------------------------------------------------------------
@@ -318,6 +337,7 @@ class NameService(Service, MessageHooks):
             return
         self._next_repeat = now + _REPEAT_SECONDS
         with self._lock:
+            gone = self._forget_failed()  # noqa: F841  # outlives the lock
             self._registry.repeat()
         self._settle()
 
@@ -339,6 +359,8 @@ class NameService(Service, MessageHooks):
         with self._lock:
             waiting = list(self._waiting)
             named, self._named = self._named, {}
+            failed, self._failed = self._failed, deque()
         for each in waiting:
             each.fail(has_shut_down())
         named.clear()
+        failed.clear()

@@ -204,6 +204,12 @@ class SegmentPool:
         segment.held = False
         self._settle(segment)
 
+    def drop(self, segment: Segment) -> None:
+        """Closes a segment that was taken by `hold`: there was no memory for all of its pages."""
+        segment.held = False
+        if segment.number in self._segments:
+            self._close(segment)
+
     def written(self, segment: Segment) -> bool:
         """Ends the writing to a segment; returns False if it was retired meanwhile."""
         segment.writing = segment.fresh = False

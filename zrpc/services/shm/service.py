@@ -320,7 +320,7 @@ class SharedMemoryService(Service, MessageHooks):
             with self._lock:
                 there = self.pool.written(segment)
                 if buffer is None:
-                    self.pool.release(segment)
+                    self.pool.drop(segment)
                 else:
                     self.holds.add(buffer, segment, found)
         if not there:
