@@ -254,8 +254,7 @@ class RRef(Generic[T]):
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
-        The first use of a method's name asks the owner whether the value has that method, so
-        that AttributeError is raised here if it does not, or TypeError if it can't be called.
+        The first use of a method's name asks the owner, and raises AttributeError or TypeError.
         """
         return Proxy(self._ask_remotely, timeout)
 
