@@ -367,11 +367,11 @@ class Consumer:
             self._wakers.append(wake)
         return True
 
-    def _forget_waker(self, wake: Callable[[], object]) -> None:
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
         """Forgets one that was not called, since its reader no longer waits."""
         with self._lock:
-            if wake in self._wakers:
-                self._wakers.remove(wake)
+            if waker in self._wakers:
+                self._wakers.remove(waker)
 
 
 def present_reader() -> Any:
