@@ -333,7 +333,7 @@ def test_a_call_behind_a_stream_that_another_thread_reads_waits_its_turn(caller:
     thread.join(SOON)
 
 
-def test_a_group_of_which_one_member_goes_on_is_no_circle(caller: Mesh) -> None:
+def test_a_group_with_a_member_that_goes_on_is_no_circle(caller: Mesh) -> None:
     """The reader may leave before it needs the member that waits for it."""
     a, b = two(caller)
     found = a.rpc_sync(SOON).read_the_quick_one(b, a)
