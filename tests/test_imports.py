@@ -61,6 +61,7 @@ NEIGHBOURS = {
     ("debugger", "inspection"),
     ("groups", "rref"),
     ("groups", "shm"),
+    ("groups", "streams"),
     ("inspection", "actors"),
     ("inspection", "rref"),
     ("names", "actors"),

@@ -18,7 +18,7 @@ _R = TypeVar("_R")
 _R_co = TypeVar("_R_co", covariant=True)
 
 # torch sets this attribute; programs that test for it find it here too.
-_ASYNC_MARK = "_wrapped_async_rpc_function"
+ASYNC_MARK = "_wrapped_async_rpc_function"
 # The attribute of a function whose calls are not simply run: see `Deferral`.
 DEFERRAL = "_zrpc_deferral"
 _MAX_WAIT_SECONDS = 3600.0
@@ -56,13 +56,13 @@ def async_execution(fn: _F) -> _F:
     # that name.
     functools.update_wrapper(wrapper, getattr(fn, "_torchdynamo_inline", fn))
     wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
-    setattr(wrapper, _ASYNC_MARK, fn)
+    setattr(wrapper, ASYNC_MARK, fn)
     return wrapper  # type: ignore[return-value]
 
 
 def is_async_execution(fn: Any) -> bool:
     """Returns whether `async_execution` has marked ``fn``."""
-    return hasattr(fn, _ASYNC_MARK)
+    return hasattr(fn, ASYNC_MARK)
 
 
 class Deferral:

@@ -104,6 +104,7 @@ class Bodies:
         kwargs: its keyword arguments.
 
     Attributes:
+        name: what is called, for messages to people.
         shared: what `zrpc.share` was called with; None if it was not.
 
     Raises:
@@ -126,6 +127,7 @@ class Bodies:
         self._firsts = {own.host_key: own.member_id} if own.reaches_by_ipc(own) else {}
         self._members = list(members)
         self._what = what
+        self.name = name_of((what,))
         self._is_method = isinstance(what, str)
         self._values: dict[int, Sequence[Any]] = {}
         self._repeated: dict[tuple[int, bool], Part] = {}
@@ -252,5 +254,5 @@ class Bodies:
     def body(self, place: int, item: Any = None) -> tuple[Any, Any, Any]:
         """Returns the body of the request to a member; see `_fills`."""
         call = _Call(_Carried(self._part(place), self._fills(place, item)))
-        what = self._what if self._is_method else _Of(call, "function", name_of((self._what,)))
+        what = self._what if self._is_method else _Of(call, "function", self.name)
         return what, call, _Of(call, "kwargs")

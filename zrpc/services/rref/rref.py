@@ -389,11 +389,13 @@ class RRef(Generic[T]):
         about = self._about()
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 
-    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+    def _ask_for_items(
+        self, prefetch: int, deadline: float, body: Any, timeout: float, plain: bool = False
+    ) -> Any:
         self._check()
         about = self._about()
         streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
-        return streams.open(self._owner, body, timeout, prefetch, deadline, **about)
+        return streams.open(self._owner, body, timeout, prefetch, deadline, plain, **about)
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
         name, _, _ = body

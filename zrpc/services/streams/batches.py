@@ -127,8 +127,8 @@ def parts_of(batch: Message) -> Iterator[tuple[int, Message]]:
 def dump_numbers(*numbers: int) -> bytes:
     """Returns the extension of a stream's request or answer.
 
-    A request has the number of items and of bytes that the producer may be ahead; an answer has the
-    number of batches before it.
+    A request has the number of items and of bytes that the producer may be ahead, and whether the
+    function may also be no generator; an answer has the number of batches before it.
     """
     return b"".join(map(_NUMBER.pack, numbers))
 

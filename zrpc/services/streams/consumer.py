@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.pending_call import PendingCall
@@ -22,10 +22,24 @@ from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninte
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
-from zrpc.wire.kind import Tag
+from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer"]
+__all__ = ["Consumer", "Reader", "wake"]
+
+
+class Reader(Protocol):
+    """What reads a stream.
+
+    Attributes:
+        used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+    """
+
+    used_at: float
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread or a task waits for an item."""
 
 
 class Consumer:
@@ -42,7 +56,12 @@ class Consumer:
         call: the same.
         items: those that can be taken at once, without a lock.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        returned: whether the function was no generator, and its value is the outcome.
+        reader: what reads it together with others; None if it is read alone.
     """
+
+    returned = False
+    reader: Reader | None = None
 
     def __init__(
         self,
@@ -62,7 +81,28 @@ class Consumer:
         self._inflow = inflow
         self._wakers: list[Callable[[], object]] = []
         self._opener: object = None  # that of the reader that opens a batch
+        self._notify: Callable[[], object] | None = None
         self.used_at = monotonic()
+
+    @property
+    def name(self) -> str:
+        """What the program called."""
+        return self.call.title
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more can arrive."""
+        return self._inflow.complete
+
+    @property
+    def outcome(self) -> Any:
+        """What has ended the stream: an answer or an error."""
+        return self._inflow.outcome[0]
+
+    def follow(self, reader: Reader, notify: Callable[[], object]) -> None:
+        """Notifies a reader whenever something has arrived; also now, as it may have."""
+        self.reader, self._notify = reader, notify
+        notify()
 
     # -- in the I/O thread -----------------------------------------------------------------
 
@@ -85,6 +125,7 @@ class Consumer:
         total = None
         if isinstance(outcome, Message):
             [total] = (outcome.attachments or {}).get(Tag.STREAM, [None])
+            self.returned = total is None and outcome.kind != Kind.ERROR
         self.end(outcome, total)
 
     def end(self, outcome: Any, total: int | None = None) -> None:
@@ -100,6 +141,8 @@ class Consumer:
 
     def _take_wakers(self) -> list[Callable[[], object]]:
         wakers, self._wakers = self._wakers, []
+        if self._notify is not None:
+            wakers.append(self._notify)
         return wakers
 
     def _post(self, credit: Credit | None) -> None:
@@ -142,7 +185,7 @@ class Consumer:
             Exception: what has ended the stream.
         """
         left = self._countdown()
-        while not self._has_items():
+        while not self.has_items():
             gate = threading.Lock()
             gate.acquire()
             try:
@@ -169,14 +212,14 @@ class Consumer:
         """
         loop, left = asyncio.get_running_loop(), self._countdown()
         try:
-            while not self._has_items():
+            while not self.has_items():
                 woken = loop.create_future()
-                wake = partial(_wake, loop, woken)
+                waker = partial(wake, loop, woken)
                 try:
-                    if self._will_wake(wake):
+                    if self._will_wake(waker):
                         await asyncio.wait([woken], timeout=left())
                 finally:
-                    self._forget_waker(wake)
+                    self._forget_waker(waker)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -193,27 +236,32 @@ class Consumer:
                 return None
             seconds = end + calls.postponed - monotonic()
             if seconds <= 0:
-                error = self._timed_out()
+                error = self.timed_out()
                 self.close(error)
                 raise error
             return seconds
 
         return left
 
-    def _timed_out(self) -> RpcTimeoutError:
+    def timed_out(self) -> RpcTimeoutError:
+        """Returns the error of an item that has taken too long."""
         call, callees = self.call, self._agent.callees
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error: no item of the stream {call.title} has "
-            f"come from {callees.describe(call.peer)}"
+            f"marked with an error: no item of the stream {self.name} has come "
+            f"from {callees.describe(call.peer)}"
             f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
             "longer one, or 0 for no limit. The stream is closed"
         )
 
-    def _has_items(self) -> bool:
+    def has_items(self) -> bool:
         """Returns whether there are items; opens the next batch if it has arrived.
 
         If a signal handler raises meanwhile, the batch is opened again by the next reader.
+
+        Raises:
+            StopIteration: there are none left; it has the value that the function has returned.
+            Exception: what has ended the stream.
         """
         opener = object()
         values: list[Any] = []
@@ -235,11 +283,19 @@ class Consumer:
                 self._opener = None
                 self._wake_readers()
         if batch is None and over:
-            [outcome] = self._inflow.outcome
-            if outcome is not None:
-                self._agent.caller.decode(outcome)
-            raise StopIteration
+            raise StopIteration(self._value())
+        if batch is None and self._notify is not None:  # a reader of several streams: it waits
+            self._will_wake()
         return bool(self.items)
+
+    def _value(self) -> Any:
+        """Returns the value of the outcome, or raises its error."""
+        try:
+            return None if self.outcome is None else self._agent.caller.decode(self.outcome)
+        except (StopIteration, StopAsyncIteration) as error:  # as in any generator
+            raise RuntimeError(
+                f"the function of the stream {self.name} raised {error!r}"
+            ) from error
 
     def _unpack(self, batch: Message, values: list[Any]) -> Exception | None:
         """Adds the items of a batch to ``values``; returns what was raised by the next one."""
@@ -282,26 +338,29 @@ class Consumer:
             for wake in wakers:
                 wake()
 
-    def _will_wake(self, wake: Callable[[], object]) -> bool:
-        """Calls ``wake`` when there may be items; returns False if there may be some now."""
+    def _will_wake(self, waker: Callable[[], object] | None = None) -> bool:
+        """Calls a waker when there may be items; returns False if there may be some now."""
         with uninterrupted:
             with self._lock:
                 ready = self._inflow.over or self._inflow.first() is not None
                 if self.items or (ready and self._opener is None):
                     return False
-                self._wakers.append(wake)
+                if waker is not None:
+                    self._wakers.append(waker)
                 credit = self._inflow.credit(0)
             self._post(credit)
         return True
 
-    def _forget_waker(self, wake: Callable[[], object]) -> None:
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
         """Forgets one that was not called, since its reader no longer waits."""
         with self._lock:
-            if wake in self._wakers:
-                self._wakers.remove(wake)
+            if waker in self._wakers:
+                self._wakers.remove(waker)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
+def wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
+    """Wakes a task that awaits a future of its loop's, in any thread."""
+
     def arrive() -> None:
         if not woken.done():
             woken.set_result(None)
