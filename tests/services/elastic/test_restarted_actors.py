@@ -140,6 +140,8 @@ def test_calls_in_between_fail_at_once(
             assert (type(error), error.executed) == (rpc.OwnerDied, False)
             assert "the actor Counter on w1 is lost: worker w1 (rank 1) is gone" in str(error)
             assert "w0 makes it again when another worker joins as w1" in str(error)
+    for agent in (workers[0], workers[2]):  # nothing that a shutdown would wait for
+        until(agent.service(RRefService).idle, "the references are settled")
     back = threading.Event()
     with workers[2].as_current():
         rpc.on_worker_joined(lambda worker: worker.incarnation and back.set())

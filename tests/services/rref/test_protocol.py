@@ -317,6 +317,23 @@ def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
     assert len(user) == 0
 
 
+def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
+    user, fork = pair_with_fork()
+    user.on_member_lost(0)
+    user.on_member_lost(2)
+    for owner in (0, 2):
+        user.move({fork.rref_id: owner})
+        assert user.outgoing == []
+        assert user.idle
+    user.move({fork.rref_id: 3})
+    assert [(to, message.verb) for to, message in user.outgoing] == [(3, Verb.ADD)]
+    user.move({fork.rref_id: 3})
+    assert len(user.outgoing) == 1
+    assert not user.idle
+    user.on_member_lost(3)
+    assert user.idle
+
+
 def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
     user, fork = pair_with_fork()
     user.drop(fork.fork_id)

@@ -200,7 +200,8 @@ class ActorOrders:
                     if successor is not None:
                         order.move(successor, next(self._series))
                         moved.append((rref_id, order, successor))
-                owners[rref_id] = order.owner.member_id
+                if not self._is_lost(order.owner.member_id):
+                    owners[rref_id] = order.owner.member_id
             # Also those forks that have come since an order was moved.
             service.references.move(owners)
         service.settle_references()

@@ -257,7 +257,7 @@ class References:
         """
         for fork_id, held in self._held.items():
             owner = owners.get(held.rref_id)
-            if owner is not None and held.owner in self._lost:
+            if owner is not None and owner not in self._lost and held.owner in self._lost:
                 held.owner, held.listed = owner, False
                 self._adding[fork_id] = owner, held.rref_id
                 self._send(owner, Verb.ADD, held.rref_id, fork_id)
