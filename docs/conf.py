@@ -46,8 +46,10 @@ nitpick_ignore_regex = [
     ("py:class", r"(?!zrpc\.).*"),
     # Type variables.
     ("py:class", r"zrpc\..*\._?[A-Z]"),
-    # The type of a decorator.
-    ("py:class", r"zrpc\.functions\._OfLists"),
+    # The types of decorators and of what they return.
+    ("py:class", r"zrpc\.functions\._(Later|OfLists)"),
+    # The proxies of RRefs.
+    ("py:class", r"zrpc\.services\.rref\.proxy\.Proxy"),
     ("py:exc", r"(?!zrpc\.).*"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),

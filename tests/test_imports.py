@@ -61,6 +61,7 @@ NEIGHBOURS = {
     ("debugger", "inspection"),
     ("groups", "rref"),
     ("groups", "shm"),
+    ("groups", "streams"),
     ("inspection", "actors"),
     ("inspection", "rref"),
     ("names", "actors"),
@@ -86,11 +87,11 @@ _SURFACE = {
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
         collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
-        groups.future groups.gathering groups.group groups.service inspection.discovery
-        inspection.rates inspection.report inspection.service inspection.snapshot
-         metrics.service names.claims names.service queue.service rref.rref rref.service
-         shm.segments shm.service streams.service streams.stream tracing.service
-         weights.publisher weights.service weights.subscriber""",
+        groups.future groups.gathering groups.group groups.relay groups.service
+        inspection.discovery inspection.rates inspection.report inspection.service
+        inspection.snapshot metrics.service names.claims names.service queue.service rref.rref
+        rref.service shm.segments shm.service streams.service streams.stream tracing.service
+        weights.publisher weights.service weights.subscriber""",
     "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

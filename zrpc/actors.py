@@ -9,11 +9,20 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, overload
+from types import GenericAlias
+from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from zrpc.errors import OptionError
 
-__all__ = ["ActorClass", "ActorOptions", "actor", "as_actor_class", "concurrent", "options_of"]
+__all__ = [
+    "ActorClass",
+    "ActorLabel",
+    "ActorOptions",
+    "actor",
+    "as_actor_class",
+    "concurrent",
+    "options_of",
+]
 
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
@@ -21,6 +30,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 _OPTIONS = "__zrpc_actor__"
 _BESIDE = "__zrpc_concurrent__"
+# The types of generic classes with parameters, such as Queue[int], which make what the class makes.
+_ALIASES = (type(Generic[T]), GenericAlias)  # type: ignore[index]
+
+
+class ActorLabel(NamedTuple):
+    """What workers that call an actor know of it. As a string it is for messages to people.
+
+    Attributes:
+        title: the name of the class.
+        name: the actor's own; empty if it has none.
+        restarts: whether the worker that made it makes it again.
+    """
+
+    title: str
+    name: str = ""
+    restarts: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.title} {self.name!r}" if self.name else self.title
 
 
 @dataclass(frozen=True)
@@ -29,12 +57,14 @@ class ActorOptions:
 
     Attributes:
         concurrency: how many calls run at once.
+        restarts: whether the worker that has made one makes it again.
         title: the name of the class.
         beside: how many calls of a method run at once beside the others, by its name; 0 means no
             limit.
     """
 
     concurrency: int
+    restarts: bool
     title: str
     beside: Mapping[str, int]
 
@@ -45,29 +75,29 @@ class ActorClass(Generic[T]):
     It is what a worker sends to the one that makes an actor, which may not know of the mark.
     """
 
-    def __init__(self, cls: Callable[..., T], concurrency: int) -> None:
+    def __init__(self, cls: Callable[..., T], concurrency: int, restart: bool) -> None:
         self.cls = cls
         self.__name__ = getattr(cls, "__name__", type(cls).__name__)
         self.__qualname__ = getattr(cls, "__qualname__", self.__name__)
         self.__module__ = getattr(cls, "__module__", __name__)
-        setattr(self, _OPTIONS, concurrency)
+        setattr(self, _OPTIONS, (concurrency, restart))
 
     def __call__(self, *args: Any, **kwargs: Any) -> T:
         """Makes an instance of the class."""
         return self.cls(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return ActorClass, (self.cls, getattr(self, _OPTIONS))
+        return ActorClass, (self.cls, *getattr(self, _OPTIONS))
 
     def __repr__(self) -> str:
         return f"<actor class {self.__qualname__}>"
 
 
 @overload
-def actor(cls: type[T], *, concurrency: int = ...) -> type[T]: ...
+def actor(cls: type[T], *, concurrency: int = ..., restart: bool = ...) -> type[T]: ...
 @overload
-def actor(*, concurrency: int = ...) -> Callable[[C], C]: ...
-def actor(cls: Any = None, *, concurrency: int | None = None) -> Any:
+def actor(*, concurrency: int = ..., restart: bool = ...) -> Callable[[C], C]: ...
+def actor(cls: Any = None, *, concurrency: int | None = None, restart: bool | None = None) -> Any:
     """Makes the instances of a class actors: by default they run one call at a time.
 
     It is a decorator. An instance that `zrpc.remote` or ``RRef`` has made then begins the calls of
@@ -81,6 +111,9 @@ def actor(cls: Any = None, *, concurrency: int | None = None) -> Any:
         cls: the class.
         concurrency: how many calls run at once, in threads or, for ``async def`` methods, by
             turns at each ``await``. Default: 1, also across the ``await`` of a method.
+        restart: whether the worker that made an actor makes it again, with the same arguments, if
+            the actor's worker dies and another one joins under its name. Default: False. See
+            :doc:`/how-to/actors`.
 
     Raises:
         ValueError: ``concurrency`` is not a positive number.
@@ -109,20 +142,21 @@ def actor(cls: Any = None, *, concurrency: int | None = None) -> Any:
             f"expected a concurrency of 1 or more, how many calls an actor runs at once, got "
             f"{concurrency!r}"
         )
+    marks = (concurrency or 1, bool(restart))
     if cls is None:
-        return lambda decorated: _marked(decorated, concurrency or 1)
-    if concurrency is None:
-        return _marked(cls, 1)
+        return lambda decorated: _marked(decorated, marks)
+    if concurrency is None and restart is None:
+        return _marked(cls, marks)
     _check_class(cls)
-    return ActorClass(cls, concurrency)
+    return ActorClass(cls, *marks)
 
 
-def _marked(cls: Any, concurrency: int) -> Any:
+def _marked(cls: Any, marks: tuple[int, bool]) -> Any:
     _check_class(cls)
     try:
-        setattr(cls, _OPTIONS, concurrency)
+        setattr(cls, _OPTIONS, marks)
     except TypeError:  # a class that is written in C
-        return ActorClass(cls, concurrency)
+        return ActorClass(cls, *marks)
     return cls
 
 
@@ -182,21 +216,25 @@ def options_of(cls: Any, instance: Any = None) -> ActorOptions | None:
     if found is None:
         return None
     made = type(instance) if instance is not None else getattr(cls, "cls", cls)
-    return ActorOptions(found, getattr(made, "__name__", str(made)), _methods_beside(made))
+    if isinstance(made, _ALIASES):
+        made = made.__origin__
+    return ActorOptions(*found, getattr(made, "__name__", str(made)), _methods_beside(made))
 
 
 def as_actor_class(function: Any) -> Any:
     """Returns what to send in place of a marked class: its mark goes with it. Others stay."""
-    concurrency = _mark(function)
-    if concurrency is None or type(function) is ActorClass:
+    marks = _mark(function)
+    if marks is None or type(function) is ActorClass:
         return function
-    return ActorClass(function, concurrency)
+    return ActorClass(function, *marks)
 
 
-def _mark(cls: Any) -> int | None:
+def _mark(cls: Any) -> tuple[int, bool] | None:
+    if isinstance(cls, _ALIASES):
+        cls = cls.__origin__
     # Not by getattr: an instance of a marked class may be called, too, and makes no actor.
     if isinstance(cls, type) or type(cls) is ActorClass:
-        found: int | None = getattr(cls, _OPTIONS, None)
+        found: tuple[int, bool] | None = getattr(cls, _OPTIONS, None)
         return found
     return None
 

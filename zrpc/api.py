@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
+import torch
 from torch.distributed import is_available as is_distributed_available
 
 from zrpc.agent.current import (
@@ -55,7 +56,7 @@ Group = WorkerGroup
 Args = Sequence[Any] | None
 Kwargs = Mapping[str, Any] | None
 Function = Callable[..., T]
-AsyncFunction = Callable[..., Coroutine[Any, Any, T]]
+AsyncFunction = Callable[..., Coroutine[Any, Any, T] | torch.futures.Future[T]]
 
 # Held by init_rpc: one at a time.
 _init_lock = threading.Lock()

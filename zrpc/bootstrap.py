@@ -44,6 +44,7 @@ from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
+from zrpc.services.groups.relay import RelayService
 from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
@@ -66,6 +67,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     ActorService,
     NameService,
     GroupService,
+    RelayService,
     StreamService,
     AutogradService,
     InspectionService,

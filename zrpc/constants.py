@@ -17,7 +17,7 @@ __all__ = [
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 # How many items the generator of a stream may be ahead of its reader.
-DEFAULT_PREFETCH = 256
+DEFAULT_PREFETCH = 1024
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 # Stands for the default timeout, in each function that takes a timeout.

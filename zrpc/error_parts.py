@@ -12,7 +12,7 @@ import copy
 import copyreg
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zrpc.runtime.interrupts import suppressing
@@ -47,12 +47,21 @@ def reduce_error(error: BaseException) -> Any:
     return _make, (type(error), *_parts(error)), _state(error), None, None, _set_state
 
 
-def copy_of_error(error: BaseException) -> BaseException:
-    """Returns a copy, without the causes and the traceback."""
+def copy_of_error(error: BaseException, exceptions: Sequence[BaseException] = ()) -> BaseException:
+    """Returns a copy, without the causes and the traceback.
+
+    Args:
+        error: is copied.
+        exceptions: what the copy of a group consists of.
+    """
     made = _copy_by_pickle(error) if _pickles_itself(type(error)) else None
     if made is None or type(made) is not type(error):
-        made = _make(type(error), *_parts(error))
-        _set_state(made, _state(error))
+        parts, (values, attributes) = _parts(error), _state(error)
+        if parts:
+            parts = parts[0], exceptions
+            values["args"] = *error.args[:1], exceptions, *error.args[2:]
+        made = _make(type(error), *parts)
+        _set_state(made, (values, attributes))
     return made
 
 

@@ -150,7 +150,6 @@ class GroupError(RpcError, ExceptionGroup):
     `RpcError.executed` is False if no function has run, so that the whole call can be made again.
 
     Attributes:
-        errors: the errors of those that have failed, by their place in the group.
         results: what the others returned, by their place.
 
     Example:
@@ -166,13 +165,18 @@ class GroupError(RpcError, ExceptionGroup):
         {1: LookupError('not here')} {0: 0, 2: 2}
     """
 
-    errors: dict[int, Exception]
     results: dict[int, Any]
+    _places: Sequence[int]  # of its exceptions
 
     def __new__(cls, message: str, errors: Sequence[Exception]) -> GroupError:  # noqa: D102
         made: GroupError = ExceptionGroup.__new__(cls, message, errors)
-        made.errors, made.results = dict(enumerate(errors)), {}
+        made._places, made.results = range(len(errors)), {}
         return made
+
+    @property
+    def errors(self) -> dict[int, Exception]:
+        """The errors of those that have failed, by their place in the group."""
+        return dict(zip(self._places, self.exceptions, strict=True))
 
     @classmethod
     def of(
@@ -194,7 +198,7 @@ class GroupError(RpcError, ExceptionGroup):
             shown.append(f"and {len(errors) - len(shown)} more")
         failed = f"{len(errors)} of {len(names)} {what} failed"
         error = cls(f"{failed}: {'; '.join(shown)}", [*errors.values()])
-        error.errors, error.results = dict(errors), dict(results)
+        error._places, error.results = [*errors], dict(results)
         if not results and all(map(was_not_executed, errors.values())):
             error.executed = False
         return error
@@ -204,7 +208,7 @@ class GroupError(RpcError, ExceptionGroup):
         error = type(self)(self.message, excs)
         places = {id(each): place for place, each in self.errors.items()}
         if all(id(each) in places for each in excs):
-            error.errors = {places[id(each)]: each for each in excs}
+            error._places = [places[id(each)] for each in excs]
         error.results, error.executed = self.results, self.executed
         return error
 

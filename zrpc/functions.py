@@ -15,9 +15,10 @@ __all__ = ["async_execution", "batched"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _R = TypeVar("_R")
+_R_co = TypeVar("_R_co", covariant=True)
 
 # torch sets this attribute; programs that test for it find it here too.
-_ASYNC_MARK = "_wrapped_async_rpc_function"
+ASYNC_MARK = "_wrapped_async_rpc_function"
 # The attribute of a function whose calls are not simply run: see `Deferral`.
 DEFERRAL = "_zrpc_deferral"
 _MAX_WAIT_SECONDS = 3600.0
@@ -55,13 +56,13 @@ def async_execution(fn: _F) -> _F:
     # that name.
     functools.update_wrapper(wrapper, getattr(fn, "_torchdynamo_inline", fn))
     wrapper.__wrapped__ = fn  # type: ignore[attr-defined]
-    setattr(wrapper, _ASYNC_MARK, fn)
+    setattr(wrapper, ASYNC_MARK, fn)
     return wrapper  # type: ignore[return-value]
 
 
 def is_async_execution(fn: Any) -> bool:
     """Returns whether `async_execution` has marked ``fn``."""
-    return hasattr(fn, _ASYNC_MARK)
+    return hasattr(fn, ASYNC_MARK)
 
 
 class Deferral:
@@ -118,21 +119,23 @@ class Batching(Deferral):
         return row
 
 
+class _Later(Protocol[_R_co]):
+    """A coroutine function. With Any in its type, mypy would not choose an overload of a call."""
+
+    async def __call__(self, *args: object, **kwargs: object) -> _R_co: ...
+
+
 class _OfLists(Protocol):
     """The decorator for functions that return lists."""
 
     @overload
-    def __call__(
-        self, fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
-    ) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+    def __call__(self, fn: Callable[..., Coroutine[Any, Any, list[_R]]], /) -> _Later[_R]: ...
     @overload
     def __call__(self, fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
 
 
 @overload
-def batched(
-    fn: Callable[..., Coroutine[Any, Any, list[_R]]], /
-) -> Callable[..., Coroutine[Any, Any, _R]]: ...
+def batched(fn: Callable[..., Coroutine[Any, Any, list[_R]]], /) -> _Later[_R]: ...
 @overload
 def batched(fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
 @overload

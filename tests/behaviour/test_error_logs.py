@@ -87,6 +87,31 @@ def test_an_error_that_was_raised_is_not_logged(
     assert "nobody waited" not in caplog.text
 
 
+def test_the_other_errors_of_a_wait_for_all_are_not_logged(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    futures = [rpc.rpc_async(1, fail, (ValueError("one of many"),)) for _ in range(5)]
+    with pytest.raises(ValueError, match="one of many"):
+        rpc.wait_all(futures)
+    for future in futures:
+        _settle(future)
+    del futures, future
+    assert gc.collect() >= 0
+    assert "nobody waited" not in caplog.text
+
+
+def test_a_group_of_errors_that_this_worker_has_caused_is_not_logged(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    for second in (rpc.RpcCancelledError("cancelled"), ValueError("a bug")):
+        errors = {0: rpc.NotInitializedError("it has shut down"), 1: second}
+        future: rpc.Future[Any] = rpc.Future()
+        future.set_exception(rpc.GroupError("2 of 2 have failed", list(errors.values())))
+        del future
+    assert caplog.text.count("nobody waited") == 1
+    assert "a bug" in caplog.text
+
+
 class _Argument:
     def __reduce__(self) -> Any:
         return _new_argument, ()

@@ -27,6 +27,7 @@ def test_every_example_has_a_help_text(commands: Commands, script: Path) -> None
         ("distributed_rnn", 3, "expected 2 workers, but got 3"),
         ("mixture_of_experts", 2, "expected at least 3 workers"),
         ("pipeline_parallel", 3, "expected 4 workers, but got 3"),
+        ("worker_group", 2, "expected at least 3 workers, but got 2"),
     ],
 )
 def test_another_number_of_workers_is_refused(
@@ -43,6 +44,7 @@ def test_another_number_of_workers_is_refused(
         ("batch_rpc", 2, ("--steps", "5"), "Expected an accuracy of at least 90%"),
         ("parameter_server", 2, ("--steps", "1"), "Expected an accuracy of at least 50%"),
         ("async_parameter_server", 3, ("--max-updates", "100"), "Not below 0.003 after 100"),
+        ("worker_group", 3, ("--steps", "2"), "Expected a reward of at least 0.7"),
         ("reinforce_cartpole", 4, ("--max-episodes", "9"), " of 475 after 9 episodes"),
     ],
 )

@@ -265,3 +265,51 @@ def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
 def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
     with pytest.raises(LaunchError, match=text):
         StoreStarter(b"").reserve(hosts)
+
+
+ACTORS = """
+    import os, signal, threading
+    import zrpc
+
+    @zrpc.actor(restart=True)
+    class Counter:
+        def __init__(self, start):
+            self.count = start
+
+        def add(self, number):
+            self.count += number
+            return self.count, zrpc.get_worker_info().incarnation
+
+    def hold(counter):
+        global held
+        held = counter
+
+    def add_to_held():
+        assert back.wait(30)  # each worker hears of it by itself
+        return held.rpc_sync().add(1)
+
+    back = threading.Event()
+    zrpc.init_rpc()
+    zrpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
+    if zrpc.get_worker_info().rank == 0:
+        counter = zrpc.remote("worker1", Counter, (10,), name="steps")
+        zrpc.rpc_sync("worker2", hold, (counter,))
+        print("at first", counter.rpc_sync().add(1), flush=True)
+        os.kill(zrpc.rpc_sync("worker1", os.getpid), signal.SIGKILL)
+        assert back.wait(30)
+        print("held", zrpc.rpc_sync("worker2", add_to_held), flush=True)
+        named = zrpc.rpc_sync("worker2", zrpc.get_actor, ("steps", 30))
+        print("named", named.rpc_sync().add(1), flush=True)
+        print("maker's", counter.rpc_sync().add(1), flush=True)
+        counter.stop()
+    zrpc.shutdown()
+    """
+
+
+def test_an_actor_is_made_again_when_its_worker_was_killed(start: Start, write: Write) -> None:
+    script = write(ACTORS)
+    code, out, err = start(script, nprocs=3, max_restarts=1, preload=PRELOAD).finish()
+    lines = ["at first (11, 0)", "held (11, 1)", "named (12, 1)", "maker's (13, 1)"]
+    assert out.splitlines() == [f"[0] {line}" for line in lines], err
+    assert code == 0
+    assert "rank 1 failed (SIGKILL" in err

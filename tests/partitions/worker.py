@@ -46,7 +46,13 @@ class RoundClient(Client):
         peers = [name for name in names if name != names[rank]]
         pairs = [(a, b) for a in range(len(names)) for b in range(len(names))]
         self.suspects = {names[b] for a, b in pairs if plan.apart(a, b)}
-        actions = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS, (transfer, 3)]
+        actions = [
+            *calls.ACTIONS,
+            *references.ACTIONS,
+            *gradients.ACTIONS,
+            (transfer, 3),
+            (to_all, 2),
+        ]
         name = f"{plan.number}.{rank}.{number}"
         self.elements = plan.transfer_bytes // torch.int32.itemsize
         super().__init__(name, names[rank], peers, None, until, actions)
@@ -67,6 +73,24 @@ def transfer(client: Any) -> None:
     tensor = torch.arange(client.elements, dtype=torch.int32) + client.random_int()
     peer = client.random_peer()
     calls.same("transfer", tensor * 2, zrpc.rpc_sync(peer, targets.scale, (tensor, 2)))
+
+
+def to_all(client: Any) -> None:
+    """Sends a large tensor to all others, once to each host, and looks at each answer."""
+    tensor = torch.arange(client.elements // 8, dtype=torch.int32) + client.random_int()
+    factors = range(len(client.peers))
+    arguments = (tensor, zrpc.each(factors))
+    answers: dict[int, Any] = {}
+    try:
+        results = zrpc.rpc_sync(zrpc.group(client.peers), targets.scale, arguments)
+        answers = dict(enumerate(results))
+    except zrpc.GroupError as error:
+        answers = error.results
+        unexplained = [e for e in error.errors.values() if not client._caused_by_death(e)]
+        raise (unexplained or [*error.errors.values()])[0] from None
+    finally:
+        for place, answer in answers.items():
+            calls.same("to_all", tensor * factors[place], answer)
 
 
 class Worker:

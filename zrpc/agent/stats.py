@@ -97,7 +97,8 @@ class GroupStats:
     Attributes:
         bytes_packed: of these arguments, each once.
         bytes_sent: of what left this worker for them: once for all members on this host that read
-            it in shared memory, and once for each other member.
+            it in shared memory, once for each other host whose members hand it on, and once for
+            each other member. What this worker hands on counts as well.
     """
 
     bytes_packed: int = 0

@@ -31,23 +31,11 @@ from zrpc.calls.last_calls import LastCalls
 from zrpc.calls.observation import CallObservation, profiler
 from zrpc.calls.open_telemetry import API
 from zrpc.calls.outbox import Outbox, exhausted
-from zrpc.calls.pending_call import (
-    DEFAULT_LIMIT,
-    OWN_LIMIT,
-    Follower,
-    Limit,
-    PendingCall,
-    State,
-)
+from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    ProtocolError,
-    WorkerDied,
-    has_shut_down,
-    raised_again,
-)
+from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
@@ -272,6 +260,8 @@ class Caller:
             message.call_id, message.deadline = call.call_id, timeout
             call.kind, call.what, call.limit = kind, name_of(obj), limit
             call.holds, call.died, call.order = holds, died, order
+            if encoder.holds:
+                call.holds, encoder.holds = (holds, encoder.holds), ()
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and kind != _REMOTE:
                 call.parent = scope

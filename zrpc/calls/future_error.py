@@ -53,7 +53,7 @@ class Failure:
         raise copied(self._for_log, self._for_log.__cause__)
 
     def __del__(self) -> None:
-        if not (self.seen or isinstance(self._for_log, _EXPECTED)):
+        if not (self.seen or _is_expected(self._for_log)):
             # SystemExit too: it ends nothing in a callback.
             logger.error("A call failed, and nobody waited for it", exc_info=self._for_log)
 
@@ -107,6 +107,13 @@ class KeptError:
         failure = getattr(self, "failure", None)  # not if Ctrl-C came while this was made
         if failure is not None and not failure.seen:
             self.take()  # for the log
+
+
+def _is_expected(error: BaseException) -> bool:
+    """Returns whether an error, or each error of a group, is one that this worker has caused."""
+    if isinstance(error, BaseExceptionGroup):
+        return error.split(_EXPECTED)[1] is None
+    return isinstance(error, _EXPECTED)
 
 
 def without_frames(error: Exception) -> Exception:

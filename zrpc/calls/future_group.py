@@ -6,6 +6,7 @@ functions do so for torch's futures only: Python code can't tell torch's C++ cod
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     """Waits for all of some futures and returns their values, in the order of the futures.
 
     The first error that one of them gets is raised at once, without waiting for the others, whose
-    calls go on.
+    calls go on. If these fail too, that is not logged.
 
     Args:
         futures: zrpc's or torch's.
@@ -52,8 +53,19 @@ def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     """
     futures = list(futures)
     for future in as_completed(futures, timeout):
-        future.wait()  # raises its error
+        try:
+            future.wait()
+        except BaseException:
+            for other in futures:
+                other.add_done_callback(_see)
+            raise
     return [future.wait() for future in futures]
+
+
+def _see(future: Any) -> None:
+    """Takes the error of a future that somebody has waited for."""
+    with contextlib.suppress(Exception):
+        future.value()
 
 
 def collect_all(

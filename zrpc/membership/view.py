@@ -123,6 +123,11 @@ class Membership:
             )
         raise RpcError(f"could not find destination {to!r}: {self._advice(to)}")
 
+    def successor(self, gone: WorkerInfo) -> WorkerInfo | None:
+        """Returns the living worker that has the name of one that is gone, if there is one."""
+        found = self._by_name.get(gone.name)
+        return None if found is None or found.member_id in self.lost else found
+
     def _advice(self, to: object) -> str:
         """Returns which workers there are, and what may be wrong with an unknown one."""
         infos = list(self._by_rank.values())

@@ -99,9 +99,13 @@ def set_cause(error: BaseException, cause: BaseException | None) -> None:
 
 
 def copied(error: BaseException, cause: BaseException | None = None) -> BaseException:
-    """Returns a copy with this cause and no traceback; the error itself if it can't be copied."""
+    """Returns a copy with this cause and no traceback; the error itself if it can't be copied.
+
+    What a group consists of is copied too: a program may raise one of these by itself.
+    """
     try:
-        made = copy_of_error(error)
+        parts = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+        made = copy_of_error(error, [copied(each, each.__cause__) for each in parts])
         if str(made) == str(error):
             set_cause(made, cause)
             return made

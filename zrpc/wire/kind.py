@@ -83,6 +83,7 @@ class Kind(IntEnum):
     STREAM = 44, Rules(answered=True, metered=True, droppable=True)
     ITEMS = 45  # a batch of the items of a stream
     CREDIT = 46  # what the caller has received of a stream, and so how far it may run
+    UNNEEDED = 48, Rules(counted=False)  # parts of calls of a group that are handed on
     TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 
@@ -100,6 +101,7 @@ class Tag(IntEnum):
     HOPS = 9  # of a request that is sent once all have called shutdown: see `zrpc.calls.last_calls`
     UNCALLED = 10  # answers a request that could not be unpickled: its function was not called
     COMMON = 16  # the shared segments that other messages name as well, and where in them
+    RELAYED = 17  # of a request: the parts that another worker on the receiver's host hands on
     NAMING = 24  # of a REMOTE: the name of the actor that it makes
     STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN

@@ -177,6 +177,7 @@ class Encoder:
         in_graph: whether tensors that require grad stay part of an autograd graph.
         to_undo: the actions that undo what reducers have done for the message.
         extensions: the bytes of each extension, by its tag.
+        holds: what must live until the request is answered.
         holes: what is left out, if this packs a part of several messages; else None. See
             `zrpc.wire.parts`.
     """
@@ -187,6 +188,7 @@ class Encoder:
     in_graph = False
     to_undo: list[Callable[[], None]] | None = None
     extensions: Mapping[int, bytearray] = {}
+    holds: Sequence[Any] = ()
     holes: Holes | None = None
     _plain = True
     _tensors: TensorWriter | None = None

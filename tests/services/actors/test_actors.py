@@ -596,6 +596,45 @@ def test_stop_raises_what_close_has_raised_and_the_actor_is_gone(caller: Mesh) -
         log.rpc_sync().note(1)
 
 
+class Retiring(Closing):
+    def retire(self, gate: Gate) -> str:
+        zrpc.get_actor("retiring").stop()
+        gate.wait_inside()
+        return "retired"
+
+    async def retire_soon(self, me: zrpc.RRef[Any]) -> str:
+        await asyncio.sleep(0)
+        me.stop()
+        me.stop()
+        return "retired"
+
+
+@pytest.mark.parametrize(("to", "concurrency"), [(0, 1), (1, 1), (1, 2)])
+def test_an_actor_that_stops_itself_ends_after_that_call(
+    caller: Mesh, gate: Gate, to: int, concurrency: int
+) -> None:
+    kind = zrpc.actor(Retiring, concurrency=concurrency)
+    actor = zrpc.remote(to, kind, args=([],), name="retiring")
+    calls = [actor.rpc_async().retire(gate)]
+    gate.await_entry()
+    with pytest.raises(
+        zrpc.RpcError, match=f"Retiring 'retiring' on worker{to} was stopped by worker{to}"
+    ):
+        actor.rpc_sync().note(1)
+    gate.open()
+    assert calls[0].wait() == "retired"
+    actor.stop()  # waits for the first one
+    with pytest.raises(zrpc.RpcTimeoutError):
+        zrpc.get_actor("retiring", timeout=0.01)
+
+
+def test_a_coroutine_of_an_actor_can_stop_it(caller: Mesh) -> None:
+    actor = zrpc.remote(1, zrpc.actor(Retiring), args=([],))
+    assert actor.rpc_sync().retire_soon(actor) == "retired"
+    with pytest.raises(zrpc.RpcError, match="was stopped"):
+        actor.rpc_sync().note(1)
+
+
 def test_stop_of_something_else_says_so(caller: Mesh) -> None:
     with pytest.raises(zrpc.RpcError, match="is none: it is a dict"):
         zrpc.remote(1, dict).stop()

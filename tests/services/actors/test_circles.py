@@ -84,6 +84,25 @@ def touch(node: Any) -> Any:
     return node.rpc_sync().touch()
 
 
+def stop(node: Any) -> None:
+    node.stop()
+
+
+@zrpc.actor
+class Quitter:
+    closed = 0  # of this process, so of all workers
+
+    def stop_through(self, to: int, me: Any) -> str:
+        try:
+            zrpc.rpc_sync(to, stop, args=(me,))
+        except zrpc.RpcError as error:
+            return str(error)
+        return ""
+
+    def close(self) -> None:
+        Quitter.closed += 1
+
+
 def outcome(future: Any) -> str:
     try:
         return str(future.wait())
@@ -141,6 +160,17 @@ def test_a_circle_through_other_ways_is_found(caller: Mesh, method: str, argumen
     with pytest.raises(zrpc.RpcError, match=CIRCLE):
         getattr(a.rpc_sync(), method)(*(meaning[each] for each in arguments))
     assert a.rpc_sync().touch() == 1
+
+
+def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(
+    caller: Mesh,
+) -> None:
+    quitter = zrpc.remote(1, Quitter)
+    assert CIRCLE in quitter.rpc_sync().stop_through(2, quitter)
+    quitter.stop()  # waits for the first stop
+    assert Quitter.closed == 1
+    with pytest.raises(zrpc.RpcError, match="was stopped by worker2"):
+        quitter.rpc_sync().stop_through(2, quitter)
 
 
 def test_two_calls_that_cross_each_other_are_found(caller: Mesh) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -153,6 +154,20 @@ def test_the_last_answer_is_not_overtaken_by_the_leave_message(
         assert entered.wait(PATIENCE)
         first.shutdown()
         assert future.wait().sum() == elements
+
+
+def test_the_last_answer_is_not_overtaken_by_the_log(elastic: Elastic) -> None:
+    elastic.limits = replace(elastic.limits, poll_seconds=0.001)
+    first, second = elastic.join_all(2)
+    held = threading.Event()
+    second.receiver.in_io_thread(lambda: held.wait(PATIENCE))
+
+    with second.as_current():
+        future = rpc.rpc_async("w0", answer, (10,))  # no other message has come from there
+        assert entered.wait(PATIENCE)
+        first.shutdown()
+        held.set()  # the log, and the answer
+        assert future.wait().sum() == 10
 
 
 def test_a_flood_of_calls_does_not_keep_a_worker(elastic: Elastic) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 
 import zrpc
@@ -13,7 +15,7 @@ class Log:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def add(self, number: int) -> None:
+    def add(self, number: int, ballast: bytes = b"") -> None:
         self.seen.append(number)
 
     def all_seen(self) -> list[int]:
@@ -40,6 +42,44 @@ def test_calls_of_groups_slices_and_members_have_one_order(mesh: Mesh) -> None:
         [n for n in numbers if n % 3 < 2],
         list(numbers),
     ]
+
+
+def large_and_small() -> list[list[int]]:
+    logs = zrpc.remote(zrpc.group(["worker1", "worker2"]), Log)
+    for log in logs:
+        log.ready()
+    ballast = b"x" * 3_000_000
+    futures = [log.rpc_async().add(n, b"" if n % 2 else ballast) for n in range(10) for log in logs]
+    zrpc.wait_all(futures)
+    found: list[list[int]] = logs.rpc_sync().all_seen()
+    return found
+
+
+@pytest.mark.zrpc(workers=3)
+def test_small_calls_of_members_do_not_overtake_large_ones(mesh: Mesh) -> None:
+    assert mesh.run(0, large_and_small) == [list(range(10))] * 2
+
+
+@zrpc.actor
+class Leaver:
+    def leave(self) -> None:
+        zrpc.shutdown(graceful=False)
+
+
+def lose_both() -> zrpc.GroupError:
+    leavers = zrpc.remote(zrpc.group(["worker1", "worker2"]), Leaver)
+    with pytest.raises(zrpc.GroupError) as info:
+        leavers.rpc_sync().leave()
+    return info.value
+
+
+@pytest.mark.zrpc(workers=3)
+def test_the_errors_of_dead_members_name_the_class_and_nothing_else(mesh: Mesh) -> None:
+    error = mesh.run(0, lose_both)
+    for place, each in error.errors.items():
+        assert isinstance(each, zrpc.OwnerDied)
+        assert f"the actor Leaver on worker{place + 1} is lost" in str(each)
+    assert "During handling" not in "".join(traceback.format_exception(error))
 
 
 def stop_one() -> dict[int, BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -145,6 +146,31 @@ def test_a_call_that_is_not_sent_leaves_nothing(joined: Mesh) -> None:
     until_returned(service_of(joined, 0))
     tensor = large(2)
     assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_program_may_raise_the_error_of_a_member(joined: Mesh, waits: bool) -> None:
+    """What the others have returned is freed nevertheless."""
+
+    def make(number: int) -> torch.Tensor:
+        if number == 2:
+            raise LookupError("not here")
+        return large(number)
+
+    def call() -> None:
+        try:
+            future = zrpc.rpc_async(zrpc.group("*"), make, (zrpc.each(range(4)),))
+            if waits:
+                future.wait()
+            else:
+                next(zrpc.as_completed([future])).wait()
+        except zrpc.GroupError as error:
+            raise error.errors[2]  # noqa: B904
+
+    with contextlib.suppress(LookupError):
+        call()
+    for worker in (1, 3):
+        until_returned(service_of(joined, worker))
 
 
 @pytest.mark.system

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import contextvars
 import gc
 import sys
@@ -440,3 +442,41 @@ def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh)
         gate.await_entry()
         mesh.shutdown()
         assert future.wait() == list(range(20))
+
+
+@pytest.mark.system
+def test_a_wait_that_was_cancelled_does_not_keep_a_stream_open(caller: Mesh) -> None:
+    """A task that polls leaves nothing behind, and its stream ends when all workers shut down."""
+
+    async def poll(stream: Any) -> None:
+        for _ in range(3):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.01)
+
+    with local_mesh(2) as mesh:
+        agent, gate = mesh.agent(0), Gate()
+
+        def run() -> Iterator[int]:
+            gate.wait_inside()
+            yield 0
+
+        with agent.as_current():
+            stream = zrpc.rpc_stream("worker1", here(run))
+            asyncio.run(poll(stream))
+            gate.await_entry()
+        shutdown = threading.Thread(target=mesh.shutdown)
+        shutdown.start()
+        until(lambda: not agent.caller.calls.in_flight())
+        gate.open()
+        shutdown.join(SOON)
+        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
+            next(stream)
+
+
+def no_generator() -> Iterator[int]:
+    raise StopIteration
+
+
+def test_a_function_that_raises_stop_iteration_has_failed(caller: Mesh) -> None:
+    with pytest.raises(RuntimeError, match="no_generator raised StopIteration"):
+        list(zrpc.rpc_stream("worker1", no_generator))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zrpc.errors import ProtocolError
-from zrpc.services.streams.batches import Credit, dump_batch, items_of, number_of
+from zrpc.services.streams.batches import Credit, dump_batch, parse_head, parts_of
 from zrpc.services.streams.inflow import Inflow
 from zrpc.services.streams.outflow import Outflow, Step
 from zrpc.wire.kind import Kind
@@ -27,8 +28,15 @@ def item(number: int, size: int, alone: bool) -> Message:
     return Message(Kind.ITEMS, body=body if alone else body + b"x" * size, buffers=buffers)
 
 
-def value(item: Message) -> int:
-    return int(bytes(item.body).split(b".")[0])
+def values_of(batch: Message) -> list[int]:
+    found: list[Any] = []
+    for count, part in parts_of(batch):
+        if count:
+            found.extend(pickle.loads(part.body))
+        else:
+            found.append(part.body)
+            assert not part.buffers or part.buffers is batch.buffers
+    return [int(bytes(each).split(b".")[0]) for each in found]
 
 
 @dataclass
@@ -71,8 +79,15 @@ class Link:
             self.answer.append((END, self.out.total))
         elif step is Step.GO:
             size = self.sizes[self.made % len(self.sizes)]
-            if self.out.add(item(self.made, size, alone=size > 50)):
+            if size % 2:  # a value that is packed by the batch
+                due = self.out.add(b"%d." % self.made + b"x" * size, size)
+            else:
+                made = item(self.made, size, alone=size > 50)
+                due = self.out.add(made, made.nbytes)
+            if due:
                 self.send()
+            else:
+                assert self.out.next_step() is Step.GO
             self.made += 1
             self.made_bytes += size
             ahead = self.made - len(self.got)
@@ -90,8 +105,8 @@ class Link:
         if not self.batches:
             return False
         number, batch = self.batches.pop(which % len(self.batches))
-        assert number_of(batch) == number
-        self.into.arrive(number, batch)
+        assert parse_head(batch)[0] == number
+        self.into.arrive(batch)
         self.report(self.into.credit(len(self.items), always=True))
         return True
 
@@ -123,7 +138,7 @@ class Link:
                     return False
                 self.outcome = self.into.outcome
                 return True
-            values = [value(each) for each in items_of(batch)]
+            values = values_of(batch)
             self.into.open(len(values))
             self.items.extend(values)
             self.report(self.into.credit(max(0, len(values) - 1)))
@@ -222,21 +237,21 @@ def test_a_consumer_that_reads_nothing_holds_a_bounded_number_of_items(
 
 def test_a_batch_that_comes_twice_is_refused() -> None:
     inflow = Inflow(4, 0)
-    inflow.arrive(1, dump_batch(1, 1, [item(1, 0, False)]))
+    inflow.arrive(dump_batch(1, 1, 0, [item(1, 0, False)]))
     for number in (1, 0, 0):
-        batch = dump_batch(1, number, [item(number, 0, False)])
+        batch = dump_batch(1, number, 0, [item(number, 0, False)])
         if number == 0 and inflow.first() is None:
-            inflow.arrive(0, batch)
+            inflow.arrive(batch)
             continue
         with pytest.raises(ProtocolError, match="again"):
-            inflow.arrive(number, batch)
+            inflow.arrive(batch)
 
 
 @settings(max_examples=300)
 @given(st.binary(max_size=60))
 def test_bytes_that_are_no_batch_raise_a_protocol_error(body: bytes) -> None:
     message = Message(Kind.ITEMS, body=body)
-    for read in (number_of, lambda message: list(items_of(message)), Credit.parse):
+    for read in (parse_head, lambda message: list(parts_of(message)), Credit.parse):
         with contextlib.suppress(ProtocolError):
             read(message)
 
@@ -244,7 +259,7 @@ def test_bytes_that_are_no_batch_raise_a_protocol_error(body: bytes) -> None:
 def test_a_stream_ends_before_a_batch_that_could_not_be_sent() -> None:
     out = Outflow(8, 0)
     for number in range(3):
-        out.add(item(number, 0, False))
+        out.add(item(number, 0, False), 0)
         out.take()
     out.cut(1)
     assert out.next_step() is Step.CLOSE

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -11,17 +9,16 @@ import pytest
 import zrpc
 from tests.services.shm.sharing import segments_mapped
 from tests.services.weights.publishing import SOON, Learner, Rollout, pool_of
+from tests.support.hosts import mesh_on_hosts, needs_tcp
 from tests.support.observed import stats_of
 from tests.support.waiting import pending, until
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
-from zrpc.transport.address import host_key
-from zrpc.transport.curve import supports_curve
 
 pytestmark = [
     pytest.mark.system,
     pytest.mark.zrpc(workers=5, timeout=90),
-    pytest.mark.skipif(not supports_curve(), reason="needs CURVE"),
+    needs_tcp,
 ]
 
 SIZE = 4 << 17
@@ -32,14 +29,7 @@ def hosts(
     make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Mesh, list[int], list[int]]:
     """A mesh on two hosts, and the workers on either."""
-    numbers = itertools.count()
-    monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key()}/{next(numbers) % 2}")
-    mesh = make_mesh(workers=5)
-    by_host: defaultdict[str, list[int]] = defaultdict(list)
-    for rank, record in mesh.agent(0).membership.records.items():
-        by_host[record.host_key].append(rank)
-    few, many = sorted(by_host.values(), key=len)
+    mesh, (few, many) = mesh_on_hosts(make_mesh, monkeypatch, workers=5)
     return mesh, few, many
 
 

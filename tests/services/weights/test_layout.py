@@ -74,10 +74,37 @@ def test_differences_are_listed() -> None:
         Layout({f"t{i}": torch.zeros(1) for i in range(10)}).check({}, "'p'")
 
 
+def test_tensors_that_share_memory_and_differ_have_places_of_their_own() -> None:
+    number = torch.tensor([1 + 2j])
+    tensors = {
+        "a": number,
+        "conjugate": number.conj(),
+        "imaginary": number.imag,
+        "real": number.real,
+    }
+    layout = Layout(tensors)
+    flat = torch.zeros(layout.size, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors[name])
+    found = {name: view.item() for name, view in layout.views(flat).items()}
+    assert found == {"a": 1 + 2j, "conjugate": 1 - 2j, "real": 1.0, "imaginary": 2.0}
+
+
+def test_parameters_that_are_tied_no_longer_are_refused() -> None:
+    shared = torch.ones(3)
+    layout = Layout({"a": shared, "b": shared, "c": torch.ones(3)})
+    layout.check_ties({"a": shared, "b": shared.view(3), "c": shared})
+    with pytest.raises(
+        ValueError, match="expected tied tensors, as at first, found them apart: a and b"
+    ):
+        layout.check_ties({"a": shared, "b": torch.ones(3), "c": shared})
+
+
 WRONG = {
     "no model": (7, "nn.Module or a mapping of names to tensors"),
     "no tensor": ({"a": 3}, "expected a tensor as a"),
     "sparse": ({"a": torch.eye(3).to_sparse()}, "a dense tensor as a"),
+    "without memory": ({"a": torch.zeros(2, device="meta")}, "a to have memory"),
     "lazy": (torch.nn.LazyLinear(3), "weight to be initialized"),
 }
 

@@ -7,9 +7,7 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 
-import zrpc
 from tests.services.shm.sharing import segments_mapped
 from tests.services.weights.publishing import (
     SOON,
@@ -173,12 +171,3 @@ def test_two_publications_do_not_mix(mesh: Mesh) -> None:
             learner.push(10 * version + i)
         assert [rollout.load() for rollout in rollouts] == [version] * 2
         assert [rollout.value for rollout in rollouts] == [10 * version, 10 * version + 1]
-
-
-def test_a_model_on_another_device_is_copied_to_it(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        meta = {"a": torch.zeros(3, device="meta")}
-        published = zrpc.nn.publish("m", {"a": torch.ones(3)})
-        published.push()
-        assert subscribe("m").load_into(meta) == 1
-        published.close()

@@ -38,6 +38,17 @@ def test_the_successor_of_a_dead_publisher_leaves_out_a_block_of_numbers() -> No
     assert table.claim("p", B) == (None, 5 + BLOCK)
 
 
+def test_an_end_at_an_unknown_version_leaves_out_a_block_unless_it_is_known() -> None:
+    for known, bound in ((None, BLOCK), (9, 9)):
+        table = Publications(lambda _: False)
+        table.claim("p", A)
+        table.announce("p", A, 0)
+        if known:
+            table.end("p", A, known)
+        table.end("p", A, None)
+        assert table.claim("p", B) == (None, bound)
+
+
 def test_words_of_a_publication_that_overtake_each_other_leave_it_ended() -> None:
     table = Publications(lambda _: False)
     table.end("p", A, 3)

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
-from zrpc.actors import ActorOptions
+from zrpc.actors import ActorLabel, ActorOptions
 from zrpc.agent.agent import Agent
+from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.execution import ResultSink
 from zrpc.functions import DEFERRAL, Deferral
+from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import end_with
 from zrpc.services.actors.mailbox import Mailbox, Step
-from zrpc.services.actors.order import mailbox_is_full
+from zrpc.services.actors.order import mailbox_is_full, was_stopped
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "do", "in_turn", "make_mailbox"]
+__all__ = ["ActorSink", "do", "in_turn", "make_mailbox", "stop_within"]
 
 
 @dataclass(slots=True, eq=False)
@@ -101,11 +103,11 @@ def do(steps: Sequence[Step]) -> None:
         step()
 
 
-def make_mailbox(agent: Agent, options: ActorOptions) -> Mailbox:
-    """Returns the mailbox of an actor that this worker owns."""
+def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
+    """Returns the mailbox of an actor that this worker owns, which may have a name."""
     limit, owner = agent.options.max_bytes_in_flight, agent.worker_info.name
     mailbox = Mailbox(
-        options.title,
+        str(ActorLabel(options.title, name)),
         options.concurrency,
         options.beside,
         limit,
@@ -113,3 +115,19 @@ def make_mailbox(agent: Agent, options: ActorOptions) -> Mailbox:
     )
     mailbox.sink = ActorSink(mailbox, agent.callee)
     return mailbox
+
+
+def stop_within(mailbox: Mailbox | None, owner: WorkerInfo) -> bool:
+    """Refuses what waits for an actor, if one of its own calls is about to stop it.
+
+    That call can't wait for the end, which comes after its own.
+
+    Returns:
+        Whether it is one of its own.
+    """
+    scope = current_scope()
+    if mailbox is None or scope is None or scope.mailbox is not mailbox:
+        return False
+    by = f"{owner.name} (rank {owner.rank})"
+    do(mailbox.stop(was_stopped(mailbox.title, owner.name, by)))
+    return True

@@ -112,7 +112,7 @@ class Mailbox:
     What a method returns must be done by its caller, in this order and without a lock.
 
     Args:
-        title: the name of the actor's class.
+        title: the name of the actor's class, and its own if it has one.
         concurrency: how many calls run at once.
         beside: how many calls of single methods run at once beside those; 0 means no limit.
         max_bytes: how many bytes may wait; 0 means no limit. A single call may be larger.
@@ -149,6 +149,7 @@ class Mailbox:
         self._running: dict[Any, tuple[_Lane, Request]] = {}
         self._bytes = 0  # of the entries that wait or are held, abandoned ones included
         self._last: Call | None = None  # begins when nothing else runs
+        self._ending = False  # whether that was set
 
     # -- events ----------------------------------------------------------------------------
 
@@ -241,9 +242,11 @@ class Mailbox:
         return steps
 
     def refuse(self, scope: Scope, error: BaseException) -> Sequence[Step]:
-        """Refuses a call that waits for its turn, if it still does."""
+        """Refuses a call that waits for its turn, if it still does; an end comes nevertheless."""
         steps: list[Step] = []
         with self._lock:
+            if self._last is not None and self._last[0].scope is scope:
+                steps.append(partial(self._last[2], error))
             for lane in self._lanes():
                 for entry in [each for each in lane.waiting if each[0][0].scope is scope]:
                     lane.waiting.remove(entry)
@@ -265,7 +268,7 @@ class Mailbox:
         # One of them may be about to find out that it must not begin, and ends then once more.
         return [step for scope in useless for step in self.end(scope)]
 
-    def stop(self, error: BaseException, last: Call) -> Sequence[Step]:
+    def stop(self, error: BaseException, last: Call | None = None) -> Sequence[Step]:
         """Refuses all calls that wait, and those that come; ``last`` begins when none runs.
 
         It does not wait for calls beside the others. If this is called again, ``last`` begins after
@@ -273,10 +276,12 @@ class Mailbox:
         """
         steps: list[Step] = []
         with self._lock:
-            if self.stopped is not None:
+            if last is not None and self._ending:
                 self._main.waiting.append((last, 0))
-            else:
-                self.stopped, self._last = error, last
+            elif last is not None:
+                self._last, self._ending = last, True
+            if self.stopped is None:
+                self.stopped = error
                 for call, _ in self._entries():
                     steps.append(partial(call[2], error))
                 for lane in self._lanes():
@@ -303,6 +308,8 @@ class Mailbox:
                 ([each for its, each in self._running.values() if its is lane], list(lane.waiting))
                 for lane in self._lanes()
             ]
+            if self._last is not None:
+                found[0][1].append((self._last, 0))
             held = [e for order in self._orders.values() for _, e in sorted(order.held.items())]
             found.append(([], [entry for entry in held if entry is not None]))
         return [

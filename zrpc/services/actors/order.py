@@ -8,14 +8,18 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+from zrpc.actors import ActorLabel
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.errors import OwnerDied, RpcError
+from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.kind import Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["CallOrder", "mailbox_is_full"]
+__all__ = ["CallOrder", "mailbox_is_full", "was_stopped"]
 
 _SENDING, _QUEUED = State.SENDING, State.QUEUED
 
@@ -27,29 +31,38 @@ class CallOrder:
     outcome.
 
     Args:
-        title: the name of the actor's class.
-        owner: the name of the worker that has the actor.
+        label: what is known of the actor.
+        owner: the worker that has the actor.
         series: the number of this series, which no other has had.
         pack: packs the series and a number.
         skip: reports to the owner that a number is not used, by what was packed.
+
+    Attributes:
+        label, owner: the same.
+        again: at the worker that made the actor: makes it again on a worker. None if it must not.
     """
 
-    __slots__ = ("__weakref__", "_numbers", "_owner", "_pack", "_series", "_skip", "title")
+    __slots__ = ("__weakref__", "_pack", "_series", "_skip", "again", "label", "owner")
 
     def __init__(
         self,
-        title: str,
-        owner: str,
+        label: ActorLabel,
+        owner: WorkerInfo,
         series: int,
         pack: Callable[[int, int], bytes],
-        skip: Callable[[bytes], None],
+        skip: Callable[[MemberId, bytes], None],
     ) -> None:
-        self.title = title
-        self._owner = owner
-        self._series = series
+        self.label = label
         self._pack = pack
         self._skip = skip
-        self._numbers = itertools.count()  # atomic under the interpreter's lock
+        self.again: Callable[..., Any] | None = None
+        self.move(owner, series)
+
+    def move(self, owner: WorkerInfo, series: int) -> None:
+        """Begins another series: for an actor that is made again on another worker."""
+        # The counter is atomic under the interpreter's lock.
+        self._series = owner.member_id, series, itertools.count()
+        self.owner = owner
 
     def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
         """Puts a call into the table, and gives its message a number.
@@ -60,15 +73,20 @@ class CallOrder:
         Returns:
             SENDING, or UNSENT if it is settled already.
         """
-        call.what = f"{self.title}.{call.what or 'to_here'}"
+        call.what = f"{self.label.title}.{call.what or 'to_here'}"
         call.died = self.died
+        owner, series, numbers = self._series
         state = calls.enter(call, message.nbytes, self)
         if state is _QUEUED:
-            calls.settle(call.call_id, mailbox_is_full(self.title, self._owner, calls.limit))
+            error: RpcError = mailbox_is_full(str(self.label), self.owner.name, calls.limit)
+            calls.settle(call.call_id, error)
+            return call.state
+        if call.peer != owner:  # it was moved in this moment
+            calls.settle(call.call_id, self.gone("another worker has its place; call it again"))
             return call.state
         if state is _SENDING:
-            turn = self._pack(self._series, next(self._numbers))
-            skip, before = partial(self._skip, turn), call.undo
+            turn = self._pack(series, next(numbers))
+            skip, before = partial(self._skip, owner, turn), call.undo
             call.undo = skip if before is None else partial(_call_both, before, skip)
             extensions = message.extensions = [*message.extensions]
             for place, (tag, data) in enumerate(extensions):
@@ -78,11 +96,11 @@ class CallOrder:
 
     def died(self, why: str) -> OwnerDied:
         """Returns the error of a call whose callee is lost."""
-        return OwnerDied(f"the actor {self.title} on {self._owner} is lost: {why}")
+        return OwnerDied(f"the actor {self.label} on {self.owner.name} is lost: {why}")
 
     def gone(self, why: str) -> OwnerDied:
         """Returns the error of a call that is not made, since the callee is known to be lost."""
-        error = self.died(f"{why}; make it again on a worker that lives")
+        error = self.died(why)
         error.executed = False
         return error
 
@@ -94,6 +112,13 @@ def mailbox_is_full(title: str, owner: str, limit: int) -> RpcError:
         "(max_bytes_in_flight). It is slower than its callers: wait for some results before the "
         "next calls, or raise the option on both workers"
     )
+    error.executed = False
+    return error
+
+
+def was_stopped(title: str, owner: str, by: str) -> RpcError:
+    """Returns the error of a call of an actor that a worker has stopped."""
+    error = RpcError(f"the actor {title} on {owner} was stopped by {by}")
     error.executed = False
     return error
 

@@ -16,6 +16,7 @@ from zrpc.calls.function_names import handler_name
 from zrpc.errors import RpcError
 from zrpc.functions import Deferral
 from zrpc.services.actors.actor import ActorSink, do
+from zrpc.services.actors.order import was_stopped
 from zrpc.services.rref.messages import RRefId, read_ids
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
@@ -106,14 +107,11 @@ class ActorService(Service):
         if mailbox is None:
             callee.refuse(request, _why_no_actor(value))
             return
+        request.scope.mailbox = mailbox
         for follower in self.on_stop:
             follower(rref_id)
-        worker = self.agent.worker_info.name
-        error = RpcError(
-            f"the actor {mailbox.title} on {worker} was stopped by "
-            f"{self.agent.callees.describe(request.sender)}"
-        )
-        error.executed = False
+        by = self.agent.callees.describe(request.sender)
+        error = was_stopped(mailbox.title, self.agent.worker_info.name, by)
         sink = ActorSink(mailbox, _StopSink(callee, value, mailbox.stopped or error))
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
         do(mailbox.stop(error, (request, begin, partial(callee.refuse, request))))

@@ -264,9 +264,11 @@ class LogFollower(threading.Thread):
         return partial(self._drop, member, change.why)
 
     def _drop(self, member: MemberId, why: Reason) -> None:
-        heard = why is Reason.LEFT and self._agent.dispatcher.received.get(member)
-        patience = self._state.limits.last_message_seconds if heard else 0.0
-        self._agent.peers.remove(member, why, patience)
+        agent = self._agent
+        # As in the farewell of the worker that leaves: its first message may be the last one, too.
+        talked = agent.network.knows(member) or agent.dispatcher.received.get(member)
+        waits = why is Reason.LEFT and talked
+        agent.peers.remove(member, why, self._state.limits.last_message_seconds if waits else 0.0)
 
     def _endpoint_of(self, record: PeerRecord) -> str:
         """Returns where a worker that is about to join can be reached; empty if it is refused."""

@@ -11,11 +11,14 @@ from zrpc.calls.future_error import without_frames
 from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.errors import GroupError
 from zrpc.services.groups.future import GroupFuture
+from zrpc.services.groups.merged import merge
 from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.shared_call import share_out
 from zrpc.services.groups.target import Deadline, Joining, Target
+from zrpc.services.streams.service import StreamService
+from zrpc.services.streams.stream import Stream
 
-__all__ = ["call_each", "make_each"]
+__all__ = ["call_each", "make_each", "stream_each"]
 
 
 def call_each(
@@ -59,6 +62,34 @@ def call_each(
     return GroupFuture(in_order, [each.name for each in targets])
 
 
+def stream_each(
+    agent: Agent,
+    targets: Sequence[Target],
+    body: tuple[Any, Any, Any],
+    timeout: float,
+    deadline: float,
+    joining: Joining | None = None,
+) -> Stream[Any]:
+    """Calls a generator of each member, and returns the stream of all items.
+
+    Args:
+        agent: makes the calls.
+        targets: the members.
+        body: a function or the name of a method, args and kwargs.
+        timeout: for an item of a member.
+        deadline: seconds for the whole; 0 for no limit.
+        joining: which workers that join meanwhile are called for items of `zrpc.share`.
+
+    Raises:
+        Exception: see `call_each`.
+    """
+    seconds, limit = agent.caller.timeout(timeout), Deadline(agent.caller, deadline)
+    bodies = Bodies(agent, [each.info for each in targets], *body)
+    order = [(place, targets[place]) for place in _in_order_of_room(agent, targets, bodies.nbytes)]
+    merged = merge(agent, order, bodies, seconds, limit, joining)
+    return Stream(merged, agent.service(StreamService).dropped.append)
+
+
 def _in_order_of_room(agent: Agent, targets: Sequence[Target], nbytes: int) -> list[int]:
     """Returns the places of the members: last those whose calls may have to wait for room.
 
@@ -96,8 +127,8 @@ def make_each(
     bodies = Bodies(agent, [each.info for each in targets], *body)
     if bodies.shared is not None:
         raise ValueError(
-            "expected share() in a call by rpc_sync or rpc_async, found it in one by remote: which "
-            "member is free is known from its results"
+            "expected share() in a call by rpc_sync, rpc_async or rpc_stream, found it in one by "
+            "remote: which member is free is known from its results"
         )
     deadline = Deadline(agent.caller, timeout)
     made: dict[int, Any] = {}

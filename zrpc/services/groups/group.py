@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
+from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.future import Future
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.services.groups.calls import call_each, make_each
+from zrpc.services.groups.calls import call_each, make_each, stream_each
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.target import Joining, Target
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.rref import RRef
+from zrpc.services.streams.service import StreamService, checked_prefetch
+from zrpc.services.streams.stream import Stream
 from zrpc.wire.kind import Kind
 
 __all__ = ["Group", "RRefGroup", "WorkerGroup", "names_that_match"]
@@ -54,12 +57,12 @@ class Group(_Sequence[M]):
     @overload
     def __getitem__(self, place: int) -> M: ...
     @overload
-    def __getitem__(self, place: slice) -> Group[M]: ...
+    def __getitem__(self, place: slice) -> Self: ...
     def __getitem__(self, place: int | slice) -> Any:
         found = self.members[place]
         return self._of(found) if isinstance(place, slice) else found
 
-    def _of(self, members: Any) -> Group[M]:
+    def _of(self, members: Any) -> Self:
         return type(self)(members)
 
     def __iter__(self) -> Iterator[M]:
@@ -116,7 +119,7 @@ class WorkerGroup(Group[str]):
         """Does what `zrpc.rpc_sync` does for a group."""
         return _results(self.call_async(body, timeout))
 
-    def call_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+    def call_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         """Does what `zrpc.rpc_async` does for a group."""
         agent = current_agent()
         target = partial(_worker, agent)
@@ -124,13 +127,30 @@ class WorkerGroup(Group[str]):
         joining = None if self._pattern is None else Joining(self._pattern, target)
         return call_each(agent, targets, body, timeout, joining)
 
+    def stream(self, body: Any, timeout: float, prefetch: int, deadline: float) -> Stream[Any]:
+        """Does what `zrpc.rpc_stream` does for a group."""
+        agent, prefetch = current_agent(), checked_prefetch(prefetch)
+        service = agent.service(StreamService)
+
+        def target(info: WorkerInfo) -> Target:
+            def ask(body: Any, seconds: float, plain: bool = False) -> Stream[Any]:
+                return service.open(info, body, timeout, prefetch, seconds, plain)
+
+            return Target(info, info.name, ask)
+
+        targets = [target(agent.membership.find(name)) for name in self._found()]
+        joining = None if self._pattern is None else Joining(self._pattern, target)
+        return stream_each(agent, targets, body, timeout, deadline, joining)
+
     def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
         """Does what `zrpc.remote` does for a group."""
         agent = current_agent()
         targets = []
+        body = as_actor_class(body[0]), *body[1:]
         for name in self._found():
             info = agent.membership.find(name)
-            targets.append(Target(info, name, partial(RRef._create, agent, info)))
+            create = partial(RRef._create, agent, info, made_by=body[0])
+            targets.append(Target(info, name, create))
         return RRefGroup(make_each(agent, targets, body, timeout))
 
     def _found(self) -> Sequence[str]:
@@ -169,7 +189,7 @@ class RRefGroup(Group[RRef[T]]):
     def __repr__(self) -> str:
         return f"<group of RRefs: {', '.join(map(repr, self._members))}>"
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[list[Any]]:
         """Returns a proxy whose methods run on each value, and return the list of their results.
 
         Args:
@@ -178,11 +198,11 @@ class RRefGroup(Group[RRef[T]]):
         """
         return Proxy(self._ask, timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[GroupFuture[Any]]:
         """Like `rpc_sync`, but the methods return a future of the list at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRefGroup[Any]]:
         """Like `rpc_sync`, but the results stay at their owners, and the methods return groups.
 
         The first use of a method's name asks whether the values have that method, as that of an
@@ -190,10 +210,42 @@ class RRefGroup(Group[RRef[T]]):
         """
         return Proxy(self._ask_remotely, timeout)
 
+    def rpc_stream(
+        self,
+        timeout: float = UNSET_RPC_TIMEOUT,
+        prefetch: int = DEFAULT_PREFETCH,
+        deadline: float = 0,
+    ) -> Any:
+        """Like `rpc_sync`, for methods that are generators: each returns a Stream of all items.
+
+        The items come as they are made, each with the place of its member. With `zrpc.share` the
+        method may also be no generator. For more, and for the arguments, see `zrpc.rpc_stream`.
+
+        Example:
+            >>> import zrpc
+            >>> class Model:
+            ...     def generate(self, prompt):
+            ...         yield from prompt.split()
+            >>> models = zrpc.remote(zrpc.group("worker*"), Model)
+            >>> sorted(models.rpc_stream().generate(zrpc.each(["a b", "c", ""])))
+            [(0, 'a'), (0, 'b'), (1, 'c')]
+        """
+        return Proxy(partial(self._ask_for_items, checked_prefetch(prefetch), deadline), timeout)
+
+    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+        def target(rref: RRef[T]) -> Target:
+            def ask(body: Any, seconds: float, plain: bool = False) -> Any:
+                return rref._ask_for_items(prefetch, seconds, body, timeout, plain)
+
+            return _target(rref, ask)
+
+        targets = [target(rref) for rref in self._members]
+        return stream_each(self._agent(), targets, body, timeout, deadline)
+
     def _ask(self, body: Any, timeout: float) -> list[Any]:
         return _results(self._ask_async(body, timeout))
 
-    def _ask_async(self, body: Any, timeout: float) -> Future[list[Any]]:
+    def _ask_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         targets = [_target(rref, rref._ask_async) for rref in self._members]
         return call_each(self._agent(), targets, body, timeout)
 
@@ -212,7 +264,7 @@ class RRefGroup(Group[RRef[T]]):
         return self._members[0]._service.agent if self._members else current_agent()
 
 
-def _target(rref: RRef[Any], ask: Callable[[Any, float], Any]) -> Target:
+def _target(rref: RRef[Any], ask: Callable[..., Any]) -> Target:
     return Target(rref.owner(), rref.owner_name(), ask)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from pickle import PickleBuffer
 from typing import Any
 
 from zrpc.agent.agent import Agent
@@ -14,35 +12,15 @@ from zrpc.calls.function_names import name_of
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
+from zrpc.services.groups.part import Part
 from zrpc.services.groups.service import GroupService
-from zrpc.services.shm import holds
 from zrpc.wire.kind import Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.parts import PartEncoder
-from zrpc.wire.pickling import encoder, register_reducer
+from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
 __all__ = ["Bodies"]
-
-
-class _Part:
-    """An object that is packed once for several members.
-
-    Attributes:
-        holes: what is left out.
-        blocks: its pickle, its table and its buffers.
-        nbytes: the size of all blocks.
-        share: where the blocks lie in shared memory, if several members of this host get them.
-    """
-
-    def __init__(self, service: GroupService, obj: Any, same_main: bool, in_graph: bool) -> None:
-        packer = PartEncoder(service.agent, same_main, in_graph)
-        packed = packer.part(obj)
-        self.service = service
-        self.holes = packer.holes
-        self.blocks = [packed.body, packed.table, *packed.buffers]
-        self.nbytes = packed.nbytes
-        self.share: holds.Share | None = None
 
 
 class _Carried:
@@ -50,24 +28,12 @@ class _Carried:
 
     __slots__ = ("fills", "part")
 
-    def __init__(self, part: _Part, fills: Sequence[Any] = ()) -> None:
+    def __init__(self, part: Part, fills: Sequence[Any] = ()) -> None:
         self.part = part
         self.fills = fills
 
 
-def _reduce_carried(carried: _Carried) -> Any:
-    message, part = encoder(), carried.part
-    assert message is not None
-    place = None if part.share is None else part.service.shm.name_share(message, part.share)
-    blocks = [] if place is not None else [*map(PickleBuffer, part.blocks)]
-    if place is None:
-        part.service.count(bytes_sent=part.nbytes)
-    return _unpack, (place, blocks, carried.fills)
-
-
-def _unpack(place: int | None, blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
-    if place is not None:
-        blocks = decoder().message.attachment(Tag.COMMON)[place]
+def _unpack(blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
     body, table, *buffers = blocks
     return unpack_part(Message(0, body=body, table=table, buffers=buffers), fills)
 
@@ -93,7 +59,8 @@ def _arguments(content: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> _Argumen
     arguments = _Arguments(args)
     arguments.function, arguments.kwargs = function, kwargs
     # All is unpickled. Only the tensors keep the shared memory from now on.
-    (decoder().message.attachments or {}).pop(Tag.COMMON, None)
+    for tag in (Tag.COMMON, Tag.RELAYED):
+        (decoder().message.attachments or {}).pop(tag, None)
     return arguments
 
 
@@ -114,7 +81,7 @@ class _Of:
         self.__qualname__ = qualname
 
 
-register_reducer(_Carried, _reduce_carried)
+register_reducer(_Carried, lambda carried: (_unpack, (carried.part, carried.fills)))
 register_reducer(_Call, lambda call: (_arguments, (call.carried,)))
 register_reducer(_Of, lambda of: (_attribute, (of.call, of.name)))
 
@@ -137,6 +104,7 @@ class Bodies:
         kwargs: its keyword arguments.
 
     Attributes:
+        name: what is called, for messages to people.
         shared: what `zrpc.share` was called with; None if it was not.
 
     Raises:
@@ -153,12 +121,17 @@ class Bodies:
         kwargs: dict[str, Any],
     ) -> None:
         self._service = agent.service(GroupService)
+        own = agent.membership.own_record
+        self._own_id = own.member_id
+        # The members that hand parts on, by host; this worker at its own.
+        self._firsts = {own.host_key: own.member_id} if own.reaches_by_ipc(own) else {}
         self._members = list(members)
         self._what = what
+        self.name = name_of((what,))
         self._is_method = isinstance(what, str)
         self._values: dict[int, Sequence[Any]] = {}
-        self._repeated: dict[tuple[int, bool], _Part] = {}
-        self._parts: dict[bool, _Part] = {}
+        self._repeated: dict[tuple[int, bool], Part] = {}
+        self._parts: dict[bool, Part] = {}
         self.shared: Share | None = None
         if garbage_collector.running:
             garbage_collector.check("call a group")
@@ -166,7 +139,7 @@ class Bodies:
         self._in_graph = agent.codec.encoder(agent.membership.own_id).in_graph
         names = agent.membership.same_main
         self._same_main = [names[member.member_id] for member in members]
-        pack = partial(_Part, self._service, in_graph=self._in_graph)
+        pack = partial(Part.of, self._service, in_graph=self._in_graph)
         for same_main in set(self._same_main) or {True}:
             self._parts[same_main] = pack(content, same_main)
         holes = [hole for part in self._parts.values() for hole in part.holes]
@@ -188,7 +161,7 @@ class Bodies:
         if self.shared is not None and not self._members:
             raise ValueError("expected members to share() items among, found an empty group")
 
-    def _pack_repeated(self, hole: PerMember, pack: Callable[[Any, bool], _Part]) -> None:
+    def _pack_repeated(self, hole: PerMember, pack: Callable[[Any, bool], Part]) -> None:
         """Packs the values that several members get once."""
         repeated = hole.repeated()
         for value, same_main in zip(self._values[id(hole)], self._same_main, strict=True):
@@ -197,21 +170,39 @@ class Bodies:
                 self._repeated[key] = pack(value, same_main)
 
     def _lay_in_memory(self) -> None:
-        """Copies each part to shared memory, if several members of this host get it."""
-        membership = self._service.agent.membership
-        near = [
-            place
-            for place, each in enumerate(self._members)
-            if each.member_id != membership.own_id and membership.reaches_by_ipc(each.member_id)
-        ]
-        readers = Counter(
-            id(part) for place in near for part in (self._part(place), *self._parts_in(place))
-        )
+        """Copies each part to shared memory, if it is for several messages to one host.
+
+        On another host, the first member that lives hands it on.
+        """
         for part in (*self._parts.values(), *self._repeated.values()):
             self._service.count(bytes_packed=part.nbytes)
-            if readers[id(part)] > 1 or (self.shared is not None and near):
-                part.share = self._service.shm.share(part.blocks)
-                self._service.count(bytes_sent=0 if part.share is None else part.nbytes)
+        readers: dict[tuple[Part, MemberId], list[MemberId]] = {}
+        for place, member in enumerate(self._members):
+            if member.member_id != self._own_id:
+                first = self._first_on_host(member)
+                for part in (self._part(place), *self._parts_in(place)):
+                    readers.setdefault((part, first), []).append(member.member_id)
+        several = {
+            key: members
+            for key, members in readers.items()
+            if len(members) > 1 or self.shared is not None
+        }
+        laid = {part for part in {part for part, _ in several} if part.lay()}
+        for (part, first), members in several.items():
+            if part in laid and first == self._own_id:
+                self._service.count(bytes_sent=part.nbytes)
+            elif part in laid:
+                for each in members:
+                    part.hand_on(each, first)
+
+    def _first_on_host(self, member: WorkerInfo) -> MemberId:
+        """Returns the member that hands parts on at a member's host; this worker for its own."""
+        membership = self._service.agent.membership
+        id = member.member_id
+        record = membership.records[id]
+        if id in membership.lost or not record.reaches_by_ipc(record):
+            return id
+        return self._firsts.setdefault(record.host_key, id)
 
     def add(self, member: WorkerInfo) -> int | None:
         """Adds a member that has joined; returns its place, or None if nothing is packed for it."""
@@ -220,17 +211,22 @@ class Bodies:
             return None
         self._members.append(member)
         self._same_main.append(same_main)
+        first = self._first_on_host(member)
+        if first != self._own_id:
+            self._parts[same_main].hand_on(member.member_id, first)
         return len(self._members) - 1
 
     @property
     def nbytes(self) -> int:
         """The size of what each message must have itself, at most, without its own values."""
-        return max((part.nbytes for part in self._parts.values() if part.share is None), default=0)
+        members = enumerate(each.member_id for each in self._members)
+        inline = (self._part(place) for place, m in members if not self._part(place).is_beside(m))
+        return max((part.nbytes for part in inline), default=0)
 
-    def _part(self, place: int) -> _Part:
+    def _part(self, place: int) -> Part:
         return self._parts[self._same_main[place]]
 
-    def _parts_in(self, place: int) -> list[_Part]:
+    def _parts_in(self, place: int) -> list[Part]:
         """Returns the parts that fill holes of the message to a member."""
         fills = self._fills(place, None)
         return [each.part for each in fills if isinstance(each, _Carried)]
@@ -258,5 +254,5 @@ class Bodies:
     def body(self, place: int, item: Any = None) -> tuple[Any, Any, Any]:
         """Returns the body of the request to a member; see `_fills`."""
         call = _Call(_Carried(self._part(place), self._fills(place, item)))
-        what = self._what if self._is_method else _Of(call, "function", name_of((self._what,)))
+        what = self._what if self._is_method else _Of(call, "function", self.name)
         return what, call, _Of(call, "kwargs")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from functools import partial
@@ -22,7 +23,7 @@ from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.sharing import Sharing
 from zrpc.services.groups.target import Deadline, Joining, Target
 
-__all__ = ["share_out"]
+__all__ = ["Sharer", "share_out"]
 
 
 class _SharedFuture(GroupFuture[Any]):
@@ -30,7 +31,7 @@ class _SharedFuture(GroupFuture[Any]):
 
     __slots__ = ("_sharer",)
 
-    def __init__(self, sharer: _Sharer) -> None:
+    def __init__(self, sharer: _CallSharer) -> None:
         self._sharer = sharer
         names = [f"item {number}" for number in range(len(sharer.parts))]
         super().__init__(sharer.parts, names, "items")
@@ -41,18 +42,15 @@ class _SharedFuture(GroupFuture[Any]):
         return super().cancel()
 
 
-class _Sharer:
+class Sharer(ABC):
     """Gives out the items of one call. Its steps run in the threads that complete its calls.
 
     Args:
         agent: makes the calls.
-        targets: the members, first the ones to be used first.
+        targets: the members with their places, first the ones to be used first.
         bodies: makes the requests.
         items: what is given out.
         deadline: of the whole.
-
-    Attributes:
-        parts: one future for each item.
     """
 
     def __init__(
@@ -74,27 +72,25 @@ class _Sharer:
         # Guards what is above, and the steps: one thread runs them, others leave theirs to it.
         self._lock = UninterruptedLock()
         self._running = self._again = False
-        self._left = len(items)
         self._handle: Any = None
         self._lost: WorkerDied | None = None
-        self.parts: list[Future[Any]] = [Future() for _ in items]
-        for part in self.parts:
-            part.add_done_callback(self._on_part_done)
 
     def follow(self, joining: Joining) -> None:
         """Uses workers that join from now on, if they belong to the group."""
         self._handle = self._agent.joined.add(partial(self._on_joined, joining))
-        if not self._left:
+        if self._bodies is None:
             self._handle.remove()
 
     def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
         with self._lock:
-            bodies = self._bodies
-            wanted = info.member_id not in self._known and fnmatchcase(info.name, joining.pattern)
-            place = bodies.add(info) if wanted and bodies is not None else None
-            if place is None:
+            bodies, known = self._bodies, info.member_id in self._known
+            if bodies is None or known or not fnmatchcase(info.name, joining.pattern):
                 return
             self._known.add(info.member_id)
+        place = bodies.add(info)
+        if place is None:
+            return
+        with self._lock:
             self._targets[place] = joining.target(info)
             self._sharing.join(place)
         self.go_on()
@@ -112,63 +108,54 @@ class _Sharer:
         try:
             while True:
                 with self._lock:
-                    given, bodies = self._sharing.next(), self._bodies
+                    bodies = self._bodies
+                    given = (
+                        self._sharing.next() if bodies is not None and self._has_room() else None
+                    )
                     if given is None or bodies is None:
                         if self._again:
                             self._again = False
                             continue
                         self._running = False
                         break
-                self._give(*given, bodies)
+                self._try_to_give(*given, bodies)
         except BaseException:  # Ctrl-C, in the thread that has made the call
             with self._lock:
                 self._running = False
             raise
         self._fail_if_stuck()
 
-    def _give(self, item: int, place: int, bodies: Bodies) -> None:
+    def _has_room(self) -> bool:
+        """Returns whether another item may be given out now. The lock is held."""
+        return True
+
+    def _try_to_give(self, item: int, place: int, bodies: Bodies) -> None:
+        try:
+            target, body = self._targets[place], bodies.body(place, self._items[item])
+            self._give(item, target, body, self._deadline.left())
+        except Exception as error:
+            if not self._end(item, error):
+                self._fail(item, without_frames(error))
+
+    @abstractmethod
+    def _give(self, item: int, target: Target, body: Any, seconds: float) -> None:
         """Sends an item to a member."""
-        if self.parts[item].done():  # it was cancelled
-            with self._lock:
-                self._sharing.end(item)
-            return
-        try:
-            body = bodies.body(place, self._items[item])
-            call: Future[Any] = self._targets[place].ask(body, self._deadline.left())
-        except Exception as error:
-            self._end(item, without_frames(error))
-            return
-        self.parts[item].add_done_callback(partial(_cancel, call))
-        call.add_done_callback(partial(self._on_answer, item))
 
-    def _on_answer(self, item: int, call: Future[Any]) -> None:
-        try:
-            value = call.value()
-        except Exception as error:
-            self._end(item, without_frames(error))
-        except BaseException as error:  # the outcome of a test, say
-            self._end(item, error)
-        else:
-            with self._lock:
-                self._sharing.end(item)
-            self.parts[item]._complete_by(self.parts[item]._claim, value)
-        self.go_on()
+    def _end(self, item: int, error: object = None) -> bool:
+        """Notes that a member is done with its item; returns whether another one gets it.
 
-    def _end(self, item: int, error: BaseException) -> None:
-        """Ends an item that has failed; if its member has not begun it, another one gets it."""
+        That is so if its member was lost, and has not begun it.
+        """
         lost = error if isinstance(error, WorkerDied) else None
         again = lost is not None and lost.executed is False
         with self._lock:
             self._sharing.end(item, lost=lost is not None, again=again)
             self._lost = lost or self._lost
-        if not again:
-            self._fail(item, error)
+        return again
 
-    def _fail(self, item: int, error: BaseException) -> None:
-        part = self.parts[item]
-        with uninterrupted:  # as `Future` does it
-            if part._claim():
-                part._keep_error([error])
+    @abstractmethod
+    def _fail(self, item: int, error: Exception) -> None:
+        """Fails an item."""
 
     def _fail_if_stuck(self) -> None:
         with self._lock:
@@ -185,14 +172,68 @@ class _Sharer:
         with self._lock:
             self._sharing.stop()
 
+    def finish(self) -> None:
+        """Frees what is kept for further items."""
+        self._bodies = None  # they have what went to all, and its shared memory
+        if self._handle is not None:
+            self._handle.remove()
+
+
+class _CallSharer(Sharer):
+    """Gives out items by calls, and keeps their results.
+
+    Attributes:
+        parts: one future for each item.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._left = len(self._items)
+        self.parts: list[Future[Any]] = [Future() for _ in self._items]
+        for part in self.parts:
+            part.add_done_callback(self._on_part_done)
+        if not self.parts:
+            self.finish()
+
+    @override
+    def _give(self, item: int, target: Target, body: Any, seconds: float) -> None:
+        if self.parts[item].done():  # it was cancelled
+            self._end(item)
+            return
+        call: Future[Any] = target.ask(body, seconds)
+        self.parts[item].add_done_callback(partial(_cancel, call))
+        call.add_done_callback(partial(self._on_answer, item))
+
+    def _on_answer(self, item: int, call: Future[Any]) -> None:
+        try:
+            value = call.value()
+        except Exception as error:
+            if not self._end(item, error):
+                self._fail(item, without_frames(error))
+        except BaseException as error:  # the outcome of a test, say
+            self._end(item)
+            self._keep(item, error)
+        else:
+            self._end(item)
+            self.parts[item]._complete_by(self.parts[item]._claim, value)
+        self.go_on()
+
+    @override
+    def _fail(self, item: int, error: Exception) -> None:
+        self._keep(item, error)
+
+    def _keep(self, item: int, error: BaseException) -> None:
+        part = self.parts[item]
+        with uninterrupted:  # as `Future` does it
+            if part._claim():
+                part._keep_error([error])
+
     def _on_part_done(self, _: Any) -> None:
         with self._lock:
             self._left -= 1
-            if self._left:
-                return
-            self._bodies = None  # they have what went to all, and its shared memory
-        if self._handle is not None:
-            self._handle.remove()
+            last = not self._left
+        if last:
+            self.finish()
 
 
 def _cancel(call: Future[Any], _: Any) -> None:
@@ -217,7 +258,7 @@ def share_out(
         deadline: of the whole.
         joining: which workers that join meanwhile are used, too.
     """
-    sharer = _Sharer(agent, targets, bodies, share.items, deadline)
+    sharer = _CallSharer(agent, targets, bodies, share.items, deadline)
     future = _SharedFuture(sharer)
     if joining is not None:
         sharer.follow(joining)

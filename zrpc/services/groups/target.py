@@ -30,7 +30,7 @@ class Target:
 
     info: WorkerInfo
     name: str
-    ask: Callable[[Any, float], Any]
+    ask: Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ def make_named(
     while True:
         rref, holder = _claim(agent, to, body, timeout, deadline, name, past)
         if holder is None:
+            agent.service(RRefService).orders.keep(rref)
             return rref
         found = _ask_holder(agent, name, holder, exist_ok, deadline)
         if found is None:
@@ -121,9 +122,10 @@ def _claim(
     with agent.service(NameService).waits(waiting, rref_id):
         options = options_of(body[0])
         what = name_of(body) if options is None else options.title
-        naming = Naming(name, what, options is not None, past)
+        restarts = options is not None and options.restarts
+        naming = Naming(name, what, options is not None, past, restarts)
         more = [(Tag.NAMING, naming.pack())]
-        rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more)
+        rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more, name=name)
         return rref, waiting.get()
 
 

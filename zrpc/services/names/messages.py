@@ -120,12 +120,14 @@ class Naming(NamedTuple):
         what: what is made, for messages to people.
         actor: whether it is an actor, whose callers number their calls.
         past: see `Ask`.
+        restarts: whether its maker makes it again.
     """
 
     name: str
     what: str
     actor: bool = False
     past: Holder | None = None
+    restarts: bool = False
 
     def pack(self) -> bytes:
         """Returns it as bytes."""
@@ -139,8 +141,9 @@ class Naming(NamedTuple):
             ProtocolError: it is something else.
         """
         try:
-            name, what, actor, past = json.loads(data)
-            return cls(str(name), str(what), bool(actor), _holder_or_none(past))
+            name, what, actor, past, restarts = json.loads(data)
+            holder = _holder_or_none(past)
+            return cls(str(name), str(what), bool(actor), holder, bool(restarts))
         except (ValueError, TypeError, RecursionError) as error:
             raise ProtocolError(f"expected the name of an actor: {error}") from error
 

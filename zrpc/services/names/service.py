@@ -12,11 +12,12 @@ from typing import Any
 
 from typing_extensions import override
 
+from zrpc.actors import ActorLabel
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down
+from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, of_lost_message
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
@@ -155,7 +156,9 @@ class NameService(Service, MessageHooks):
         if mine and value is not None:
             what = f"{naming.what} on {self.agent.worker_info.name}, made by "
             what += self.agent.callees.describe(request.sender)
-            rref = self._handle(rref_id, naming.what if naming.actor else "")
+            value.name = naming.name
+            label = ActorLabel(naming.what, naming.name, naming.restarts)
+            rref = self._handle(rref_id, label if naming.actor else None)
             with self._lock:
                 self._named[naming.name] = _Named(holder.number, rref, what)
             value.when_ready(partial(self._on_made, naming.name, holder.number, value))
@@ -164,16 +167,17 @@ class NameService(Service, MessageHooks):
             if mine:  # the maker is this worker, and waits no longer
                 self._give_up(naming.name, holder.number)
             elif value is not None:
-                value.set(error=RpcError(f"the name {naming.name!r} is taken"))
+                what = f"{naming.what} is not made: its name {naming.name!r} is taken"
+                value.set(error=of_lost_message(what, False))
             self.agent.receiver.run(partial(self._answer_empty, request))
         self._tell(request.sender, rref_id, None if mine else holder)
 
-    def _handle(self, rref_id: RRefId, actor: str) -> RRef[Any]:
-        """Returns one more handle of a value that this worker owns; of an actor with its class."""
+    def _handle(self, rref_id: RRefId, label: ActorLabel | None) -> RRef[Any]:
+        """Returns one more handle of a value that this worker owns; of an actor with its label."""
         fork = Fork(rref_id, NO_FORK, self._own_id, NO_FORK)
         rref = RRef._of_fork(self._rrefs, fork, self._rrefs.retain_value(rref_id))
-        if actor:
-            rref._order = self._rrefs.order_of(rref_id, actor, self.agent.worker_info)
+        if label is not None:
+            rref._order = self._rrefs.orders.order_of(rref_id, label, self.agent.worker_info)
         return rref
 
     def _answer_empty(self, request: Message) -> None:

@@ -39,6 +39,7 @@ class MakesStreams(ABC):
         timeout: float,
         prefetch: int,
         deadline: float,
+        plain: bool = False,
         **options: Unpack[CallOptions],
     ) -> Any:
         """Calls a generator, and returns its stream; see `zrpc.rpc_stream`.
@@ -49,5 +50,6 @@ class MakesStreams(ABC):
             timeout: as for `zrpc.rpc_stream`.
             prefetch: the same.
             deadline: the same.
+            plain: whether the function may also be no generator; then its value is the outcome.
             **options: see `CallOptions`.
         """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from zrpc.actors import ActorLabel
 from zrpc.errors import RpcError
 from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork
 from zrpc.wire.kind import Tag
@@ -24,7 +25,7 @@ def reduce_rref(rref: Any) -> Any:
         )
     if message.holes is not None:
         return message.holes.leave_out(rref)
-    owner, parent = rref._owner.member_id, rref._fork_id or NO_FORK
+    owner, parent = rref.owner().member_id, rref._fork_id or NO_FORK
     fork = Fork(rref._rref_id, service.new_id(), owner, parent)
     with service.lock:  # also for the second step: or the fork would not be undone
         service.references.fork(fork, message.destination)
@@ -32,12 +33,14 @@ def reduce_rref(rref: Any) -> Any:
     forks = message.extension(Tag.FORKS)
     forks.extend(fork.pack())
     place = len(forks) // FORK_SIZE - 1
-    return _receive_rref, (place,) if rref._order is None else (place, rref._order.title)
+    return _receive_rref, (place,) if rref._order is None else (place, *rref._order.label)
 
 
-def _receive_rref(index: int, actor: str = "") -> Any:
+def _receive_rref(index: int, *label: Any) -> Any:
     attachments = decoder().message.attachments or {}
     _, rref = attachments[Tag.FORKS][index]
-    if actor and rref._order is None:
-        rref._order = rref._service.order_of(rref._rref_id, actor, rref._owner)
+    if label and rref._order is None:
+        orders = rref._service.orders
+        rref._order = orders.order_of(rref._rref_id, ActorLabel(*label), rref._owner)
+        rref.owner()  # may have moved
     return rref

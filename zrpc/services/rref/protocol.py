@@ -19,7 +19,8 @@ tells the parent at once.
 ============ ======================= ===================================================
 message      from, to                meaning
 ============ ======================= ===================================================
-ADD          user, owner             I hold this fork, which that parent gave me
+ADD          user, owner             I hold this fork, which that parent gave me; without a parent:
+                                     which I had before the value was made again
 ADDED        owner, user and parent  this fork is listed
 DELETE       user, owner             this fork has ended
 ABANDON      user, owner             I have lost that worker, which may name this fork as a parent
@@ -48,7 +49,7 @@ Two workers may lose each other while both still talk to a third one:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
@@ -195,6 +196,7 @@ class References:
         """Notes the parent that a child has named: it lives, and is listed or about to be."""
         owned, holder = self._owned[rref_id], child.created_on
         known = parent_id in owned.forks or (parent_id, sender) in self._abandoned
+        known = known or parent_id == NO_FORK
         if not known and holder not in self._lost:
             owned.announced[parent_id] = (holder, sender)
 
@@ -247,6 +249,18 @@ class References:
         if parent is not None:
             del self._held[parent].children[fork_id]
             self._end_if_unused(parent)
+
+    def move(self, owners: Mapping[RRefId, MemberId]) -> None:
+        """Lists this worker's forks with the workers that make the values of lost owners again.
+
+        An ADD without a parent means: I had this fork before you had the value.
+        """
+        for fork_id, held in self._held.items():
+            owner = owners.get(held.rref_id)
+            if owner is not None and held.owner in self._lost:
+                held.owner, held.listed = owner, False
+                self._adding[fork_id] = owner, held.rref_id
+                self._send(owner, Verb.ADD, held.rref_id, fork_id)
 
     def _end_if_unused(self, fork_id: ForkId) -> None:
         held = self._held[fork_id]
@@ -342,7 +356,7 @@ class References:
             self._announce(rref_id, fork_id, parent_id, sender)
             self.add(rref_id, fork_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
-            if fork_id.created_on != sender:
+            if fork_id.created_on != sender and parent_id != NO_FORK:
                 self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)

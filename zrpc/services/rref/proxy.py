@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from zrpc.services.rref.value import ITSELF
 
 __all__ = ["Proxy"]
+
+R = TypeVar("R")
 
 # The special methods that a program calls through a proxy: those of Python's operators, containers,
 # numbers and context managers. Python, torch and numpy ask any object for others.
@@ -21,7 +23,7 @@ _NAMES = """
 _SPECIAL = frozenset(f"__{name}__" for name in _NAMES.split())
 
 
-class Proxy:
+class Proxy(Generic[R]):
     """Each attribute is a function that calls the value's method of that name at its owner.
 
     To call the proxy is to call the value. Copies of a proxy are the proxy itself. One that is sent
@@ -33,15 +35,15 @@ class Proxy:
     # torch's compiler expects a dictionary of an object that has any attribute.
     __slots__ = ("__dict__", "__weakref__", "_ask", "_timeout")
 
-    def __init__(self, ask: Callable[[Any, float], Any], timeout: float) -> None:
+    def __init__(self, ask: Callable[[Any, float], R], timeout: float) -> None:
         self._ask = ask
         self._timeout = timeout
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> R:
         """Calls the value itself."""
         return self._ask((ITSELF, args, kwargs), self._timeout)
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
+    def __getattr__(self, name: str) -> Callable[..., R]:
         if name[:2] == "__" and name[-2:] == "__" and name not in _SPECIAL:
             raise AttributeError(
                 f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
@@ -49,16 +51,16 @@ class Proxy:
             )
         ask, timeout = self._ask, self._timeout
 
-        def method(*args: Any, **kwargs: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> R:
             return ask((name, args, kwargs), timeout)
 
         method.__name__ = name
         return method
 
-    def __copy__(self) -> Proxy:
+    def __copy__(self) -> Proxy[R]:
         return self
 
-    def __deepcopy__(self, memo: object) -> Proxy:
+    def __deepcopy__(self, memo: object) -> Proxy[R]:
         return self
 
     def __reduce__(self) -> Any:

@@ -6,20 +6,15 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
 
-from zrpc.actors import as_actor_class, options_of
+from zrpc.actors import ActorLabel, as_actor_class, options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import (
-    NotInitializedError,
-    OwnerDied,
-    RpcError,
-    RpcTimeoutError,
-)
+from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
@@ -33,6 +28,10 @@ from zrpc.services.rref.value import READY, OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
+
+if TYPE_CHECKING:
+    from zrpc.calls.future import Future
+    from zrpc.services.streams.stream import Stream
 
 __all__ = ["PyRRef", "RRef", "plug_in"]
 
@@ -90,7 +89,8 @@ class RRef(Generic[T]):
         owned.begun = True
         service.adopt(owned, value)
         if owned.mailbox is not None:
-            self._order = service.order_of(self._rref_id, owned.mailbox.title, self._owner)
+            label = ActorLabel(owned.mailbox.title)
+            self._order = service.orders.order_of(self._rref_id, label, self._owner)
         owned.set(value)
 
     def _fill(
@@ -129,12 +129,14 @@ class RRef(Generic[T]):
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
+        name: str = "",
+        made_by: Any = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
-        value comes first. The id of the value may be drawn already, and ``more`` extends the
-        message.
+        value comes first. The id of the value may be drawn already, ``more`` extends the message,
+        ``name`` is an actor's own, and ``made_by`` the function if the body hides it.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -143,15 +145,18 @@ class RRef(Generic[T]):
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
-        if subject is None and (options := options_of(body[0])) is not None:
-            rref._order = service.order_of(rref_id, options.title, to)
+        if subject is None and (options := options_of(made_by or body[0])) is not None:
             body = (as_actor_class(body[0]), *body[1:])
+            more_of_it: Any = {"rref_id": rref_id, "more": more, "name": name, "made_by": made_by}
+            again = partial(cls._create, agent, body=body, timeout=timeout, **more_of_it)
+            label = ActorLabel(options.title, name, options.restarts)
+            rref._order = service.orders.order_of(rref_id, label, to, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id = None if subject is None else subject._rref_id
         order = None if subject is None else subject._order
         rref._value = creation.start(
-            body, timeout, subject_id, holds=subject, order=order, more=more
+            body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
         )
         return rref
 
@@ -176,11 +181,11 @@ class RRef(Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
-        return self._owner
+        return self._service.orders.owner_of(self)
 
     def owner_name(self) -> str:
         """Returns the name of the worker that owns the value."""
-        return self._owner.name
+        return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
         """Returns whether the owner knows of this RRef; always true at the owner."""
@@ -230,7 +235,7 @@ class RRef(Generic[T]):
         self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy whose methods run on the value at its owner, and return their results.
 
         ``rref.rpc_sync().f(x)`` costs one message each way. ``rref.rpc_sync()(x)`` calls the value
@@ -240,13 +245,13 @@ class RRef(Generic[T]):
             timeout: the timeout of the call, in seconds; 0 means no limit. Default: the default
                 timeout of all calls.
         """
-        return Proxy(self._ask, timeout)
+        return Proxy(self._ask, timeout)  # type: ignore[return-value]
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[Future[Any]]:
         """Like `rpc_sync`, but the methods return a Future at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
         The first use of a method's name asks the owner whether the value has that method, so
@@ -259,7 +264,7 @@ class RRef(Generic[T]):
         timeout: float = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
         deadline: float = 0,
-    ) -> Any:
+    ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
 
         Args:
@@ -315,7 +320,8 @@ class RRef(Generic[T]):
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
         actor's method ``close()`` is called, if it has one. Its calls beside the others (see
-        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already.
+        `zrpc.concurrent`) are not waited for. It does nothing if the actor is stopped already. In a
+        method of the actor itself it returns at once: the actor ends when that has ended.
 
         Args:
             timeout: in seconds; 0 means no limit. Default: the default timeout of all calls. The
@@ -323,7 +329,7 @@ class RRef(Generic[T]):
 
         Raises:
             RpcTimeoutError: it took longer.
-            OwnerDied: the owner is lost.
+            OwnerDied: the owner is lost. Nobody makes the actor again then.
             RpcError: the value is no actor.
             Exception: what ``close()`` has raised, or what was to make the value.
 
@@ -335,8 +341,7 @@ class RRef(Generic[T]):
             Traceback (most recent call last):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
-        self._check()
-        self._service.caller.call(self._owner, Kind.STOP, None, timeout, **self._about())
+        self._service.orders.stop(self, timeout)
 
     def _about(self, turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs."""
@@ -359,7 +364,8 @@ class RRef(Generic[T]):
                 order=self._order,
             )
         except (RpcTimeoutError, OwnerDied):
-            self._check()  # if the value can't be had, its error says why
+            if self._failure is not None:  # if the value can't be had, its error says why
+                raise error_of_creation(self._failure) from None
             raise
 
     def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
@@ -369,10 +375,7 @@ class RRef(Generic[T]):
         return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
 
     def _wait_here(self, timeout: float) -> None:
-        """Waits by a call to this worker, in a handler at the owner, until there is a value.
-
-        So it can be seen what the handler waits for; see `zrpc.services.inspection.wait_graph`.
-        """
+        """Waits in a handler at the owner until there is a value: by a call, which can be seen."""
         assert self._value is not None
         if not self._value.ready and current_scope() is not None:
             with contextlib.suppress(Exception):  # of what was to make the value, or a time-out
@@ -384,12 +387,14 @@ class RRef(Generic[T]):
         about["order"] = self._order
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 
-    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+    def _ask_for_items(
+        self, prefetch: int, deadline: float, body: Any, timeout: float, plain: bool = False
+    ) -> Any:
         self._check()
         about = self._about()
         about["order"] = self._order
         streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
-        return streams.open(self._owner, body, timeout, prefetch, deadline, **about)
+        return streams.open(self._owner, body, timeout, prefetch, deadline, plain, **about)
 
     def _ask_remotely(self, body: Any, timeout: float) -> Any:
         name, _, _ = body
@@ -405,12 +410,10 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
+        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+            self._service.orders.check(self)
         if self._failure is not None:
             raise error_of_creation(self._failure)
-        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
-            if self._order is not None:
-                raise self._order.gone(self._service.agent.why_gone(self._owner.member_id))
-            raise self._service.owner_died(self._owner)
 
     def __eq__(self, other: object) -> bool:
         return self._rref_id == other._rref_id if isinstance(other, RRef) else NotImplemented

@@ -19,14 +19,18 @@ from zrpc.calls.callee import UNCALLED
 from zrpc.calls.execution import RequestJob, ResultSink
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import OwnerDied, RpcError, has_shut_down, was_not_executed
+from zrpc.errors import (
+    OwnerDied,
+    has_shut_down,
+    of_lost_message,
+    was_not_executed,
+)
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import end_with
 from zrpc.services.actors.actor import ActorSink, do, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
-from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.extended import Call, Resolve
 from zrpc.services.rref.messages import (
     Fork,
@@ -34,9 +38,9 @@ from zrpc.services.rref.messages import (
     GloballyUniqueId,
     ReferenceMessage,
     RRefId,
-    pack_id,
     read_ids,
 )
+from zrpc.services.rref.orders import ActorOrders, HasOrders
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
 from zrpc.wire.kind import Kind, Tag
@@ -57,7 +61,7 @@ _LISTING_SECONDS = 5.0
 _FREED_REMEMBERED = 4096
 
 
-class RRefService(Service, MessageHooks):
+class RRefService(Service, MessageHooks, HasOrders):
     """Plugs RRefs into an agent.
 
     Args:
@@ -94,10 +98,9 @@ class RRefService(Service, MessageHooks):
         # Each as one number: objects would take the collector's time.
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
         self._closed = False
-        # Its actors, and the order of its calls to actors; both guarded by the lock.
+        # Its actors; guarded by the lock.
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
-        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
-        self._series = itertools.count(1)
+        self.orders = ActorOrders(self)
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -118,6 +121,7 @@ class RRefService(Service, MessageHooks):
     def message_hooks(self) -> MessageHooks:
         return self
 
+    @override
     def new_id(self) -> GloballyUniqueId:
         """Returns an id that is unique in the mesh, of a new RRef or fork.
 
@@ -156,7 +160,7 @@ class RRefService(Service, MessageHooks):
             others = [each for each in self.values.values() if each.mailbox is not None]
         # An actor may make an RRef to itself. Not by equality, which is the user's.
         same = (each.mailbox for each in others if each.holds(value))
-        owned.mailbox = next(same, None) or make_mailbox(self.agent, options)
+        owned.mailbox = next(same, None) or make_mailbox(self.agent, options, owned.name)
         with self.lock:
             self._mailboxes.add(owned.mailbox)
 
@@ -165,26 +169,13 @@ class RRefService(Service, MessageHooks):
         with self.lock:
             return list(self._mailboxes)
 
-    def order_of(self, rref_id: RRefId, title: str, owner: WorkerInfo) -> CallOrder:
-        """Returns what numbers this worker's calls to an actor."""
-        with self.lock:
-            order = self._orders.get(rref_id)
-            if order is None:
-                series = next(self._series)
-                skip = partial(self._skip, rref_id, owner.member_id)
-                order = CallOrder(title, owner.name, series, pack_id, skip)
-                self._orders[rref_id] = order
-            return order
-
-    def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
-        self.agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
-
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message with the child is not sent."""
         with self.lock:
             self.references.cancel_fork(fork)
         self._send_outgoing()
 
+    @override
     def owner_died(self, owner: WorkerInfo) -> OwnerDied:
         """Returns the error of a value whose owner is lost."""
         error = OwnerDied(
@@ -346,8 +337,11 @@ class RRefService(Service, MessageHooks):
                 if rref_id.created_on == member and not value.begun
             ]
         for value in orphans:
-            value.set(error=OwnerDied("the worker that asked for this value died before it did"))
+            error = OwnerDied("the worker that asked for this value died before it did")
+            error.executed = False
+            value.set(error=error)
         self.settle_references()
+        self.orders.on_member_lost()
 
     @override
     def stats(self) -> Mapping[str, int]:
@@ -383,6 +377,7 @@ class RRefService(Service, MessageHooks):
     @override
     def close(self) -> None:
         self._closed = True
+        self.orders.close()
         with self.lock:
             values, self.values = self.values, defaultdict(OwnedValue)
         for value in values.values():
@@ -397,14 +392,16 @@ class RRefService(Service, MessageHooks):
             return found
         creator = rref_id.created_on
         with self.lock:
-            gone = creator == self.member or creator in self.agent.membership.lost
-            gone = gone or _number(rref_id) in self._freed
+            membership = self.agent.membership
+            gone = creator == self.member or creator in membership.lost
+            gone = gone or creator not in membership.infos or _number(rref_id) in self._freed
             if rref_id in self.values or not gone:
                 return self.values[rref_id]
         value = OwnedValue()
-        value.set(error=RpcError(f"the value of {rref_id} is no longer here"))
+        value.set(error=of_lost_message(f"the value of {rref_id} is no longer here", False))
         return value
 
+    @override
     def settle_references(self) -> None:
         """Frees unused values, sends the messages that have gathered, and lets handlers begin."""
         references = self.references
@@ -420,9 +417,11 @@ class RRefService(Service, MessageHooks):
             references.freed.clear()
         for value in unmade:
             value.set(
-                error=RpcError(
+                error=of_lost_message(
                     "the value of this RRef is never made: the call that was to make it was not "
-                    "sent, or its owner could not read it"
+                    "sent, or its owner could not read it; or its owner has died, and the worker "
+                    "that made it has no RRef to it any more, or it was stopped",
+                    executed=False,
                 )
             )
         if freed and not self._closed:

@@ -40,14 +40,26 @@ class OwnedValue:
         begun: whether the call that makes the value has arrived; others may ask for it before.
         ended: whether there was a value, which was used up.
         mailbox: of an actor; None for any other value. Set before the value is.
+        name: an actor's own; empty if it has none.
         ready: whether there is a value or an error; set last, and read without a lock.
     """
 
-    __slots__ = ("_error", "_followers", "_lock", "_value", "begun", "ended", "mailbox", "ready")
+    __slots__ = (
+        "_error",
+        "_followers",
+        "_lock",
+        "_value",
+        "begun",
+        "ended",
+        "mailbox",
+        "name",
+        "ready",
+    )
 
     def __init__(self) -> None:
         self.begun = False
         self.mailbox: Mailbox | None = None
+        self.name = ""
         self.ready = False
         self.ended = False
         self._value: Any = None

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zrpc.services.shm.records import read_records
 from zrpc.services.shm.segments import Segment
 
 __all__ = ["Holds", "Share"]
@@ -30,6 +31,12 @@ class Share:
     record: bytes
     memory: Any
 
+    def blocks(self) -> list[memoryview]:
+        """Returns the buffers, for messages that can't name the segment."""
+        whole = memoryview(self.memory).cast("B")
+        ((_, places),) = read_records(self.record)
+        return [whole[offset : offset + size] for offset, size in places]
+
 
 class Holds:
     """The buffers of one worker that lie in its own segments. For one thread at a time.
@@ -41,20 +48,22 @@ class Holds:
     def __init__(self) -> None:
         self.ended: deque[weakref.ref[Any]] = deque()
         # The address of each buffer and its segment, by the identity of the weak reference.
-        self._held: dict[int, tuple[weakref.ref[Any], int, Segment]] = {}
+        self._held: dict[int, tuple[weakref.ref[Any], int | None, Segment]] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def add(self, buffer: Any, segment: Segment) -> None:
+    def add(self, buffer: Any, segment: Segment, found: bool) -> None:
         """Notes that a buffer lies at the beginning of a segment.
 
         Args:
             buffer: an array of ctypes, see `zrpc.services.shm.borrowed.Loans.borrow`.
             segment: what it is in; it is held until the buffer is freed.
+            found: whether `find` finds it. The readers of a `Share` must not map it otherwise.
         """
         watched = weakref.ref(buffer, self.ended.append)
-        self._held[id(watched)] = (watched, ctypes.addressof(buffer), segment)
+        address = ctypes.addressof(buffer) if found else None
+        self._held[id(watched)] = (watched, address, segment)
 
     def released(self) -> list[Segment]:
         """Takes out and returns the segments whose buffers are freed."""
@@ -71,6 +80,8 @@ class Holds:
             return None
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         for _, address, segment in self._held.values():
+            if address is None:
+                continue
             if address <= min(starts) and max(ends) <= address + segment.size:
                 return segment, [start - address for start in starts]
         return None

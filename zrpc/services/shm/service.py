@@ -207,7 +207,7 @@ class SharedMemoryService(Service, MessageHooks):
             return None
         offsets, end = aligned(sizes)
         with uninterrupted, contextlib.suppress(MemoryError, OSError, RpcError):
-            segment, memory = self._hold(end)
+            segment, memory = self._hold(end, found=False)
             for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
             places = b"".join(map(PLACE.pack, offsets, sizes))
@@ -297,9 +297,9 @@ class SharedMemoryService(Service, MessageHooks):
             MemoryError: there is not so much shared memory left.
             NotInitializedError: this worker has shut down.
         """
-        return self._hold(size)[1]
+        return self._hold(size, found=True)[1]
 
-    def _hold(self, size: int) -> tuple[Segment, Any]:
+    def _hold(self, size: int, found: bool) -> tuple[Segment, Any]:
         with self._lock:
             self._end_holds()
             segment = self.pool.hold(size)
@@ -322,7 +322,7 @@ class SharedMemoryService(Service, MessageHooks):
                 if buffer is None:
                     self.pool.release(segment)
                 else:
-                    self.holds.add(buffer, segment)
+                    self.holds.add(buffer, segment, found)
         if not there:
             raise has_shut_down()
         return segment, buffer

@@ -13,20 +13,34 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import asked_for
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninterrupted
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.services.streams.batches import Credit, items_of, number_of
+from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
-from zrpc.wire.kind import Tag
+from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer"]
+__all__ = ["Consumer", "Reader", "wake"]
+
+
+class Reader(Protocol):
+    """What reads a stream.
+
+    Attributes:
+        used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+    """
+
+    used_at: float
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread or a task waits for an item."""
 
 
 class Consumer:
@@ -43,7 +57,12 @@ class Consumer:
         call: the same.
         items: those that can be taken at once, without a lock.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
+        returned: whether the function was no generator, and its value is the outcome.
+        reader: what reads it together with others; None if it is read alone.
     """
+
+    returned = False
+    reader: Reader | None = None
 
     def __init__(
         self,
@@ -58,20 +77,40 @@ class Consumer:
         self.timeout = timeout
         self._ended = ended
         self.items: deque[Any] = deque()
-        # Guards what follows; no other lock is taken while it is held.
+        # Guards what follows; no other lock is taken, and nothing is freed, while it is held.
         self._lock = UninterruptedLock()
         self._inflow = inflow
         self._wakers: list[Callable[[], object]] = []
-        self._opening = False
+        self._opener: object = None  # that of the reader that opens a batch
+        self._notify: Callable[[], object] | None = None
         self.used_at = monotonic()
+
+    @property
+    def name(self) -> str:
+        """What the program called."""
+        return asked_for(self.call.what, self.call.kind)
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing more can arrive."""
+        return self._inflow.complete
+
+    @property
+    def outcome(self) -> Any:
+        """What has ended the stream: an answer or an error."""
+        return self._inflow.outcome[0]
+
+    def follow(self, reader: Reader, notify: Callable[[], object]) -> None:
+        """Notifies a reader whenever something has arrived; also now, as it may have."""
+        self.reader, self._notify = reader, notify
+        notify()
 
     # -- in the I/O thread -----------------------------------------------------------------
 
     def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived."""
-        number = number_of(batch)
         with self._lock:
-            self._inflow.arrive(number, batch)
+            self._inflow.arrive(batch)
             credit = self._inflow.credit(len(self.items), always=True)
             wakers = self._take_wakers()
             complete = self._inflow.complete
@@ -87,6 +126,7 @@ class Consumer:
         total = None
         if isinstance(outcome, Message):
             [total] = (outcome.attachments or {}).get(Tag.STREAM, [None])
+            self.returned = total is None and outcome.kind != Kind.ERROR
         self.end(outcome, total)
 
     def end(self, outcome: Any, total: int | None = None) -> None:
@@ -102,6 +142,8 @@ class Consumer:
 
     def _take_wakers(self) -> list[Callable[[], object]]:
         wakers, self._wakers = self._wakers, []
+        if self._notify is not None:
+            wakers.append(self._notify)
         return wakers
 
     def _post(self, credit: Credit | None) -> None:
@@ -121,15 +163,17 @@ class Consumer:
         Args:
             outcome: the error to raise from now on; None if there are just no more items.
         """
-        with self._lock:
-            if not self._inflow.over:
-                self._inflow.abort(outcome)
-            self.items.clear()
-            wakers = self._take_wakers()
-        self._ended(self)
-        for wake in wakers:
-            wake()
-        self.call.cancel()
+        with uninterrupted:
+            with self._lock:
+                dropped: list[Any] = [*self.items]
+                self.items.clear()
+                if not self._inflow.over:
+                    dropped.append(self._inflow.abort(outcome))
+                wakers = self._take_wakers()
+            self._ended(self)
+            for wake in wakers:
+                wake()
+            self.call.cancel()
 
     # -- in the thread that wants items ----------------------------------------------------
 
@@ -142,11 +186,14 @@ class Consumer:
             Exception: what has ended the stream.
         """
         left = self._countdown()
-        while not self._has_items():
+        while not self.has_items():
             gate = threading.Lock()
             gate.acquire()
-            if self._will_wake(gate.release):
-                self._wait(gate, left())
+            try:
+                if self._will_wake(gate.release):
+                    self._wait(gate, left())
+            finally:
+                self._forget_waker(gate.release)
 
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
         call, ident, receive = self.call, threading.get_ident(), None
@@ -166,10 +213,14 @@ class Consumer:
         """
         loop, left = asyncio.get_running_loop(), self._countdown()
         try:
-            while not self._has_items():
+            while not self.has_items():
                 woken = loop.create_future()
-                if self._will_wake(partial(_wake, loop, woken)):
-                    await asyncio.wait([woken], timeout=left())
+                waker = partial(wake, loop, woken)
+                try:
+                    if self._will_wake(waker):
+                        await asyncio.wait([woken], timeout=left())
+                finally:
+                    self._forget_waker(waker)
         except StopIteration:
             raise StopAsyncIteration from None
 
@@ -186,94 +237,131 @@ class Consumer:
                 return None
             seconds = end + calls.postponed - monotonic()
             if seconds <= 0:
-                error = self._timed_out()
+                error = self.timed_out()
                 self.close(error)
                 raise error
             return seconds
 
         return left
 
-    def _timed_out(self) -> RpcTimeoutError:
+    def timed_out(self) -> RpcTimeoutError:
+        """Returns the error of an item that has taken too long."""
         call, callees = self.call, self._agent.callees
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error: no item of the stream {asked_for(call.what, call.kind)} has "
-            f"come from {callees.describe(call.peer)}"
+            f"marked with an error: no item of the stream {self.name} has come "
+            f"from {callees.describe(call.peer)}"
             f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
             "longer one, or 0 for no limit. The stream is closed"
         )
 
-    def _has_items(self) -> bool:
-        """Returns whether there are items; opens the next batch if it has arrived."""
-        with self._lock:
-            self.used_at = monotonic()
-            if self.items:
-                return True
-            if self._opening:
-                return False
-            batch, over = self._inflow.first(), self._inflow.over
-            self._opening = batch is not None
-        if batch is not None:
-            self._open(batch)
-            return bool(self.items)
-        if over:
-            [outcome] = self._inflow.outcome
-            if outcome is not None:
-                self._agent.caller.decode(outcome)
-            raise StopIteration
-        return False
+    def has_items(self) -> bool:
+        """Returns whether there are items; opens the next batch if it has arrived.
 
-    def _will_wake(self, wake: Callable[[], object]) -> bool:
-        """Calls ``wake`` when there may be items; returns False if there may be some now."""
-        with self._lock:
-            ready = self._inflow.over or self._inflow.first() is not None
-            if self.items or (ready and not self._opening):
-                return False
-            self._wakers.append(wake)
-            credit = self._inflow.credit(0)
-        self._post(credit)
-        return True
+        If a signal handler raises meanwhile, the batch is opened again by the next reader.
 
-    def _open(self, batch: Message) -> None:
-        """Unpacks the items of a batch, as this thread has promised by `_opening`.
-
-        If a signal handler raises meanwhile, the batch is opened again by the next thread.
+        Raises:
+            StopIteration: there are none left; it has the value that the function has returned.
+            Exception: what has ended the stream.
         """
+        opener = object()
         values: list[Any] = []
-        failure: Exception | None = None
-        opened = False
         try:
-            try:
-                values.extend(map(self._agent.codec.unpack, items_of(batch)))
-            except Exception as error:
-                if raised_by_handler(error):
-                    raise
-                failure = error
-            opened = True
-        finally:
             with self._lock:
-                self._opening = False
-                credit = None
-                if opened and self._inflow.first() is batch:  # and it was not closed meanwhile
-                    self._inflow.open(len(values))
-                    self.items.extend(values)
-                    credit = self._inflow.credit(max(0, len(values) - 1))
+                self.used_at = monotonic()
+                if self.items:
+                    return True
+                if self._opener is not None:
+                    return False
+                batch, over = self._inflow.first(), self._inflow.over
+                if batch is not None:
+                    self._opener = opener
+            if batch is not None:
+                failure = self._unpack(batch, values)
+                self._open(batch, values, failure)
+        finally:
+            if self._opener is opener:
+                self._opener = None
+                self._wake_readers()
+        if batch is None and over:
+            raise StopIteration(self._value())
+        if batch is None and self._notify is not None:  # a reader of several streams: it waits
+            self._will_wake()
+        return bool(self.items)
+
+    def _value(self) -> Any:
+        """Returns the value of the outcome, or raises its error."""
+        try:
+            return None if self.outcome is None else self._agent.caller.decode(self.outcome)
+        except (StopIteration, StopAsyncIteration) as error:  # as in any generator
+            raise RuntimeError(
+                f"the function of the stream {self.name} raised {error!r}"
+            ) from error
+
+    def _unpack(self, batch: Message, values: list[Any]) -> Exception | None:
+        """Adds the items of a batch to ``values``; returns what was raised by the next one."""
+        unpack = self._agent.codec.unpack
+        try:
+            for count, part in parts_of(batch):
+                if count:
+                    values.extend(unpack(part))
+                else:
+                    values.append(unpack(part))
+        except Exception as error:
+            if raised_by_handler(error):
+                raise
+            return error
+        return None
+
+    def _open(self, batch: Message, values: list[Any], failure: Exception | None) -> None:
+        """Lets the program take the items of a batch; a failure ends the stream behind them."""
+        dropped: object = None
+        with uninterrupted:
+            with self._lock:
+                if self._inflow.first() is not batch:  # it was closed meanwhile
+                    return
+                self._inflow.open(len(values))
+                self.items.extend(values)
+                credit = self._inflow.credit(max(0, len(values) - 1))
+                if failure is not None:
+                    dropped = self._inflow.abort(failure.with_traceback(None))
+            if failure is None:
+                self._post(credit)
+            else:
+                self._ended(self)
+                self.call.cancel()
+        del dropped
+
+    def _wake_readers(self) -> None:
+        with uninterrupted:
+            with self._lock:
                 wakers = self._take_wakers()
             for wake in wakers:
                 wake()
-        self._post(credit)
-        if failure is not None:
-            self._fail(failure)
 
-    def _fail(self, error: Exception) -> None:
-        """Ends the stream behind the items that are opened."""
+    def _will_wake(self, waker: Callable[[], object] | None = None) -> bool:
+        """Calls a waker when there may be items; returns False if there may be some now."""
+        with uninterrupted:
+            with self._lock:
+                ready = self._inflow.over or self._inflow.first() is not None
+                if self.items or (ready and self._opener is None):
+                    return False
+                if waker is not None:
+                    self._wakers.append(waker)
+                credit = self._inflow.credit(0)
+            self._post(credit)
+        return True
+
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
+        """Forgets one that was not called, since its reader no longer waits."""
         with self._lock:
-            self._inflow.abort(error.with_traceback(None))
-        self._ended(self)
-        self.call.cancel()
+            if waker in self._wakers:
+                self._wakers.remove(waker)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
+def wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
+    """Wakes a task that awaits a future of its loop's, in any thread."""
+
     def arrive() -> None:
         if not woken.done():
             woken.set_result(None)

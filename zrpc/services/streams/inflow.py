@@ -13,7 +13,7 @@ from collections import deque
 from typing import Any
 
 from zrpc.errors import ProtocolError
-from zrpc.services.streams.batches import Credit
+from zrpc.services.streams.batches import Credit, parse_head
 from zrpc.wire.message import Message
 
 __all__ = ["Inflow"]
@@ -40,7 +40,7 @@ class Inflow:
         self._arrived = 0  # all batches before this number
         self._received = 0  # batches, in whichever order
         self._opened = 0  # items
-        self._freed = 0  # bytes
+        self._freed = 0  # the weight of what was opened
         self._reported = Credit()
 
     @property
@@ -53,12 +53,13 @@ class Inflow:
         """Whether all has been opened, so that the program gets the outcome next."""
         return self.complete and not self._ready
 
-    def arrive(self, number: int, batch: Message) -> None:
+    def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived.
 
         Raises:
-            ProtocolError: there was one with this number before.
+            ProtocolError: there was one with this number before, or it is no batch.
         """
+        number, _ = parse_head(batch)
         if self.complete:
             return
         if number < self._arrived or number in self._early:
@@ -85,12 +86,13 @@ class Inflow:
         if self.complete:
             self._early.clear()
 
-    def abort(self, outcome: Any) -> None:
-        """Ends the stream at once: what has not been opened is dropped."""
+    def abort(self, outcome: Any) -> object:
+        """Ends the stream at once; returns what has not been opened, to be freed without a lock."""
+        dropped = self._ready, self._early
         self.outcome = [outcome]
         self._total = self._arrived
-        self._ready.clear()
-        self._early.clear()
+        self._ready, self._early = deque(), {}
+        return dropped
 
     def first(self) -> Message | None:
         """Returns the batch to open next; None if it has not arrived."""
@@ -98,8 +100,8 @@ class Inflow:
 
     def open(self, count: int) -> None:
         """Takes out the first batch, which had this number of items."""
-        batch = self._ready.popleft()
-        self._freed += batch.nbytes
+        _, weight = parse_head(self._ready.popleft())
+        self._freed += weight
         self._opened += count
 
     def credit(self, left: int, always: bool = False) -> Credit | None:

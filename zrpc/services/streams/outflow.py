@@ -7,13 +7,15 @@ is always one thread, or none, that runs it.
 
 An item is sent at once if nothing else is on the way, or if it has buffers that the generator may
 change. Otherwise it waits until what was sent has arrived, and is sent with those that were made
-meanwhile. So a slow stream has no delay, and a quick one has large messages.
+meanwhile. So a slow stream has no delay, and a quick one has large messages: the further behind its
+consumer is, the larger.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
 from time import monotonic
+from typing import Any
 
 from zrpc.services.streams.batches import Credit
 from zrpc.wire.message import Message
@@ -21,6 +23,8 @@ from zrpc.wire.message import Message
 __all__ = ["Outflow", "Step"]
 
 _MAX_BATCH_BYTES = 1 << 16
+# What an item takes beside its own bytes.
+_ITEM_BYTES = 64
 # An item is not kept back for longer than this if the generator goes on.
 _MAX_DELAY_SECONDS = 0.001
 
@@ -49,7 +53,7 @@ class Outflow:
 
     def __init__(self, prefetch: int, max_bytes: int) -> None:
         self._prefetch = prefetch
-        self._max_bytes = max_bytes
+        self._max_bytes = max_bytes or float("inf")
         self._batch_length = max(1, prefetch // 2)
         self.closing = self.ended = False
         self.total = 0
@@ -57,14 +61,9 @@ class Outflow:
         self._credit = Credit()
         self._made = 0
         self._bytes = 0  # of all items
-        self._unsent: list[Message] = []
+        self._unsent: list[Any] = []
         self._unsent_bytes = 0
         self._sent_at = 0.0
-
-    @property
-    def behind(self) -> int:
-        """The number of items that the consumer has not taken."""
-        return self._made - self._credit.taken
 
     def next_step(self) -> Step:
         """Returns what the thread that runs the generator must do."""
@@ -80,43 +79,45 @@ class Outflow:
         return True
 
     def _has_credit(self) -> bool:
-        if self.behind >= self._prefetch:
-            return False
-        return not self._max_bytes or self._bytes - self._credit.freed < self._max_bytes
+        credit = self._credit
+        ahead, ahead_bytes = self._made - credit.taken, self._bytes - credit.freed
+        return ahead < self._prefetch and ahead_bytes < self._max_bytes
 
-    def add(self, item: Message) -> bool:
-        """Adds an item that was made; returns whether `take` must be called now."""
+    def add(self, item: Any, size: int) -> bool:
+        """Adds an item that was made; returns False if the next one may be made at once.
+
+        Otherwise `take` must be called now, and then `next_step`.
+
+        Args:
+            item: a message, or a value that the generator can't change.
+            size: its bytes.
+        """
+        size += _ITEM_BYTES
         self._made += 1
-        self._unsent.append(item)
-        size = item.nbytes
-        self._unsent_bytes += size
         self._bytes += size
-        return bool(
-            self._credit.received == self.total
-            or item.buffers
-            or item.extensions
+        self._unsent_bytes += size
+        self._unsent.append(item)
+        credit = self._credit
+        return (
+            credit.received == self.total
             or self._unsent_bytes >= _MAX_BATCH_BYTES
             or len(self._unsent) >= self._batch_length
+            or self.closing
+            or self._made - credit.taken >= self._prefetch
+            or self._bytes - credit.freed >= self._max_bytes
             or monotonic() - self._sent_at > _MAX_DELAY_SECONDS
+            or (type(item) is Message and bool(item.buffers or item.extensions))
         )
 
-    def take(self) -> tuple[int, list[Message]] | None:
-        """Takes out the next batch to send: its number and its items; None if there is none.
-
-        An item with buffers or extensions comes alone, behind those that were made before it.
-        """
+    def take(self) -> tuple[int, int, list[Any]] | None:
+        """Takes out the next batch to send: its number, weight and items; None if there is none."""
         if not self._unsent:
             return None
-        alone = len(self._unsent) > 1 and bool(
-            self._unsent[-1].buffers or self._unsent[-1].extensions
-        )
-        items, self._unsent = (
-            (self._unsent[:-1], self._unsent[-1:]) if alone else (self._unsent, [])
-        )
-        self._unsent_bytes = sum(item.nbytes for item in self._unsent)
+        batch = self.total, self._unsent_bytes, self._unsent
+        self._unsent, self._unsent_bytes = [], 0
         self._sent_at = monotonic()
         self.total += 1
-        return self.total - 1, items
+        return batch
 
     def give(self, credit: Credit) -> bool:
         """Takes credit of the consumer; returns whether `take` must be called now.

@@ -4,6 +4,9 @@ A plain generator runs in a thread of the pool, always in the same context, and 
 torch that it has set. When it may not go on, it holds no thread. It also lets others have the
 thread after a while. An asynchronous one runs in one task of the event loop; its items are packed
 in the pool, since the loop must not pickle large ones.
+
+Each item of a plain generator costs two functions here, beside those that pack it; numbers, strings
+and the like are packed by the batch.
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import pickle
 import threading
 from abc import abstractmethod
 from collections.abc import AsyncGenerator, Callable, Generator
 from functools import partial
+from sys import getsizeof
 from time import monotonic
 from typing import Any
 
@@ -38,11 +41,16 @@ __all__ = ["AsyncProducer", "PlainProducer", "Producer"]
 
 logger = logging.getLogger(__name__)
 
+_GO = Step.GO  # looked up once, as an enum takes long for it
 # After this time a generator leaves its thread to other handlers, if there are any.
 _SLICE_SECONDS = 0.02
+# Without reducers and hooks, and the generator can't change them; nor tuples of them.
 _PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
-# Of these, values up to this length are packed in the thread of the event loop.
-_SMALL_LENGTH = 1 << 12
+_are_plain = _PLAIN_TYPES.issuperset
+# Longer tuples are packed by themselves.
+_MAX_PLAIN_LENGTH = 16
+# Values up to this size are packed in the thread of the event loop.
+_SMALL_BYTES = 1 << 12
 
 
 class Producer:
@@ -120,17 +128,22 @@ class Producer:
         return rests
 
     def _add(self, value: Any) -> Step:
-        """Packs an item, and sends it or keeps it for the next batch; returns the next step."""
-        item = Message(Kind.ITEMS)
-        if type(value) in _PLAIN_TYPES:  # no reducer, no hook, and the generator can't change it
-            item.body = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        """Sends an item or keeps it for the next batch; returns the next step."""
+        kind = type(value)
+        if kind in _PLAIN_TYPES:
+            item, size = value, getsizeof(value)
+        elif kind is tuple and len(value) <= _MAX_PLAIN_LENGTH and _are_plain(map(type, value)):
+            item, size = value, sum(map(getsizeof, value))
         else:
+            item = Message(Kind.ITEMS)
             self._agent.codec.answer_encoder(self._request).pack(value, item)
+            size = item.nbytes
         with self._lock:
-            due, step = self.outflow.add(item), self.outflow.next_step()
-        if due:
-            self._send()
-        return step
+            due = self.outflow.add(item, size)
+        if not due:
+            return _GO
+        self._send()
+        return self._next_step()
 
     def _send(self) -> None:
         """Sends all items that wait."""
@@ -139,13 +152,12 @@ class Producer:
                 batch = self.outflow.take()
             if batch is None:
                 return
-            number, items = batch
-            message = dump_batch(self._request.call_id, number, items)
             try:
+                message = dump_batch(self._request.call_id, *batch)
                 self._agent.outbox.post(self._request.sender, message)
             except MemoryError as error:
                 with self._lock:
-                    self.outflow.cut(number)
+                    self.outflow.cut(batch[0])
                     self.error = error
                     wake = self.outflow.wake()
                 if wake:
@@ -219,7 +231,7 @@ class PlainProducer(Producer):
         generator, until = self._generator, monotonic() + _SLICE_SECONDS
         try:
             step = self._next_step()
-            while step is Step.GO:
+            while step is _GO:
                 step = self._add(next(generator))
                 if monotonic() > until:
                     return self._go_on
@@ -293,7 +305,7 @@ class AsyncProducer(Producer):
                 value = await anext(self._generator)
             except StopAsyncIteration:
                 return
-            if type(value) in _PLAIN_TYPES and not _is_long(value):
+            if type(value) in _PLAIN_TYPES and getsizeof(value) <= _SMALL_BYTES:
                 self._add(value)
             else:
                 added: asyncio.Future[None] = loop.create_future()
@@ -309,10 +321,6 @@ class AsyncProducer(Producer):
             tell(error)
         else:
             tell()
-
-
-def _is_long(value: Any) -> bool:
-    return isinstance(value, (str, bytes)) and len(value) > _SMALL_LENGTH
 
 
 def _tell(

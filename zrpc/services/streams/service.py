@@ -15,6 +15,7 @@ from collections.abc import (
 )
 from dataclasses import dataclass
 from functools import partial
+from inspect import iscoroutinefunction
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
@@ -33,7 +34,7 @@ from zrpc.errors import (
     RpcError,
     has_shut_down,
 )
-from zrpc.functions import Deferral, async_execution
+from zrpc.functions import ASYNC_MARK, DEFERRAL, Deferral, is_async_execution
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.extended import Call, MakesStreams, Resolve
 from zrpc.services.rref.service import RRefService
@@ -42,13 +43,13 @@ from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.inflow import Inflow
 from zrpc.services.streams.outflow import Outflow
 from zrpc.services.streams.producer import AsyncProducer, PlainProducer, Producer
-from zrpc.services.streams.stream import Stream
+from zrpc.services.streams.stream import Source, Stream
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import register_reducer
 
-__all__ = ["StreamService"]
+__all__ = ["StreamService", "checked_prefetch"]
 
 # Once all workers have called shutdown, a stream that nobody has read for this time is closed.
 _UNREAD_SECONDS = 1.0
@@ -67,7 +68,7 @@ class StreamService(Service, MakesStreams):
         # By caller and number of the call, and by number. Single operations on them are atomic.
         self._producers: dict[tuple[MemberId, int], Producer] = {}
         self._consumers: dict[int, Consumer] = {}
-        self.dropped: deque[Consumer] = deque()
+        self.dropped: deque[Source] = deque()
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -91,14 +92,11 @@ class StreamService(Service, MakesStreams):
         timeout: float,
         prefetch: int,
         deadline: float,
+        plain: bool = False,
         **options: Unpack[CallOptions],
     ) -> Stream[Any]:
-        if not isinstance(prefetch, int) or prefetch < 1:
-            raise OptionError(
-                f"prefetch must be a number of items, at least 1, but got {prefetch!r}"
-            )
         caller = self.agent.caller
-        limits = prefetch, self.agent.options.max_bytes_in_flight
+        limits = checked_prefetch(prefetch), self.agent.options.max_bytes_in_flight
         seconds = caller.timeout(timeout)
         made: list[Consumer] = []
 
@@ -106,7 +104,7 @@ class StreamService(Service, MakesStreams):
             consumer = Consumer(self.agent, call, Inflow(*limits), seconds, self._forget)
             made.append(consumer)
             self._consumers[call.call_id] = consumer
-            message.extensions = [*message.extensions, (Tag.STREAM, dump_numbers(*limits))]
+            message.extensions = [*message.extensions, (Tag.STREAM, dump_numbers(*limits, plain))]
             call.follower = consumer
             return Stream(consumer, self.dropped.append)
 
@@ -141,15 +139,25 @@ class StreamService(Service, MakesStreams):
     def _resolve(self, request: Message, resolve: Resolve) -> Call:
         """Returns a function that runs the generator, and returns a future of its end."""
         function, args, kwargs = resolve()
+        plain = _may_be_plain(request)
+        if plain and (iscoroutinefunction(function) or hasattr(function, DEFERRAL)):
+            return function, args, kwargs
 
-        def run(*args: Any, **kwargs: Any) -> Future[None]:
-            return self._start(request, function(*args, **kwargs), run.__qualname__)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            if plain and not isinstance(result, (Generator, AsyncGenerator)):
+                return result
+            setattr(run, ASYNC_MARK, True)  # it is looked for after the call
+            return self._start(request, result, run.__qualname__)
 
         run.__qualname__ = name_of_function(function)
-        return async_execution(run), args, kwargs
+        if is_async_execution(function):
+            setattr(run, ASYNC_MARK, True)
+        return run, args, kwargs
 
     def _start(self, request: Message, result: Any, name: str) -> Future[None]:
-        outflow = Outflow(*request.attachment(Tag.STREAM))
+        prefetch, max_bytes, _ = request.attachment(Tag.STREAM)
+        outflow = Outflow(prefetch, max_bytes)
         producer: Producer
         if isinstance(result, Generator):
             producer = PlainProducer(self.agent, request, outflow, result)
@@ -192,7 +200,8 @@ class StreamService(Service, MakesStreams):
             return
         before = time.monotonic() - _UNREAD_SECONDS
         for consumer in list(self._consumers.values()):
-            if consumer.used_at < before and not consumer.is_awaited and not self._serves(consumer):
+            reader = consumer.reader or consumer
+            if reader.used_at < before and not reader.is_awaited and not self._serves(consumer):
                 consumer.close(_of_shutdown())
         if not shutdown.all_begun:  # this worker leaves alone
             for producer in list(self._producers.values()):
@@ -263,8 +272,8 @@ class _EndSink:
     def answer(self, request: Message, value: Any) -> None:
         """Takes the end of the generator."""
         producer, callee = self._service.take_producer(request), self._service.agent.callee
-        if producer is None:  # this worker has closed meanwhile
-            callee.answer(request, None)
+        if producer is None:  # the value of a plain function; or this worker has closed meanwhile
+            callee.answer(request, value)
             return
         total = Tag.STREAM, dump_numbers(producer.outflow.total)
         if producer.error is None:
@@ -288,8 +297,27 @@ class _EndSink:
         call: tuple[Any, Any, Any],
         sink: ResultSink | None = None,
     ) -> None:
-        """Refuses a function that is no generator, but one that a service calls later."""
+        """Takes a function that a service calls later, and that is no generator."""
+        if _may_be_plain(request):
+            self._service.agent.callee.hand_over(request, deferral, call, sink or self)
+            return
         self.fail(request, TypeError(f"expected a generator for rpc_stream, found {call[0]!r}"))
+
+
+def checked_prefetch(prefetch: Any) -> int:
+    """Returns a number of items.
+
+    Raises:
+        OptionError: it is none.
+    """
+    if not isinstance(prefetch, int) or prefetch < 1:
+        raise OptionError(f"prefetch must be a number of items, at least 1, but got {prefetch!r}")
+    return prefetch
+
+
+def _may_be_plain(request: Message) -> bool:
+    """Returns whether the function that a request asks for may also be no generator."""
+    return bool(request.attachment(Tag.STREAM)[2])
 
 
 def _of_shutdown() -> NotInitializedError:

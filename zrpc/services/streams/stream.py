@@ -2,18 +2,40 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
-from zrpc.calls.function_names import asked_for
 from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
-from zrpc.services.streams.consumer import Consumer
 
-__all__ = ["Stream"]
+__all__ = ["Source", "Stream"]
 
 R = TypeVar("R")
+
+
+class Source(Protocol):
+    """What a stream takes its items from.
+
+    Attributes:
+        items: those that can be taken at once.
+    """
+
+    items: deque[Any]
+
+    @property
+    def name(self) -> str:
+        """What the program called."""
+
+    def fill(self) -> None:
+        """Waits until there are items, in this thread."""
+
+    async def fill_async(self) -> None:
+        """Waits until there are items, in a task of any event loop."""
+
+    def close(self) -> None:
+        """Ends it at once."""
 
 
 class Stream(Generic[R]):
@@ -26,6 +48,8 @@ class Stream(Generic[R]):
     - `close` is called, or nothing refers to the stream any longer;
     - the next item takes longer than the timeout;
     - this worker dies, or all workers have called `zrpc.shutdown`.
+
+    The stream of a group's generators has their items as they come, each with its place.
 
     If the generator fails, or its worker dies, you get the items before that, and then the error.
     Any thread may call the methods. Several threads may read one stream; each item goes to one of
@@ -40,35 +64,43 @@ class Stream(Generic[R]):
         (0, [1, 4, 9])
     """
 
-    __slots__ = ("__weakref__", "_consumer", "_drop", "_take")
+    __slots__ = ("__weakref__", "_drop", "_source", "_take")
 
-    def __init__(self, consumer: Consumer, drop: Callable[[Consumer], None]) -> None:
+    def __init__(self, source: Source, drop: Callable[[Source], None]) -> None:
         self._drop = drop
-        self._take: Callable[[], R] = consumer.items.popleft
-        self._consumer = consumer
+        self._take: Callable[[], R] = source.items.popleft
+        self._source = source
+
+    @property
+    def source(self) -> Source:
+        """What it takes its items from.
+
+        :meta private:
+        """
+        return self._source
 
     def __next__(self) -> R:
         while True:
             try:
                 return self._take()
             except IndexError:
-                self._consumer.fill()
+                pass  # what follows is no part of this error
+            self._source.fill()
 
     def __iter__(self) -> Iterator[R]:
         """Yields the items, and closes the stream when the loop is left."""
-        take, fill = self._take, self._consumer.fill
+        take, fill = self._take, self._source.fill
         try:
             while True:
                 try:
-                    item = take()
-                except IndexError:
-                    try:
-                        fill()
-                    except StopIteration:
-                        return
+                    yield take()
                     continue
-                yield item
-                del item
+                except IndexError:
+                    pass
+                try:
+                    fill()
+                except StopIteration:
+                    return
         finally:
             self.close()
 
@@ -77,7 +109,8 @@ class Stream(Generic[R]):
             try:
                 return self._take()
             except IndexError:
-                await self._consumer.fill_async()
+                pass
+            await self._source.fill_async()
 
     def __aiter__(self) -> AsyncIterator[R]:
         """Returns an iterator that closes the stream when it is dropped."""
@@ -96,9 +129,9 @@ class Stream(Generic[R]):
             (0, None, [])
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
-            self._drop(self._consumer)
+            self._drop(self._source)
         else:
-            self._consumer.close()
+            self._source.close()
 
     def __enter__(self) -> Stream[R]:
         return self
@@ -124,13 +157,12 @@ class Stream(Generic[R]):
 
     def __del__(self) -> None:
         # Only notes it, as this may be in the midst of anything. Not if it was never filled.
-        consumer = getattr(self, "_consumer", None)
-        if consumer is not None:
-            self._drop(consumer)
+        source = getattr(self, "_source", None)
+        if source is not None:
+            self._drop(source)
 
     def __repr__(self) -> str:
-        call = self._consumer.call
-        return f"<Stream of {asked_for(call.what, call.kind)}>"
+        return f"<Stream of {self._source.name}>"
 
     def __reduce__(self) -> NoReturn:
         raise RpcError(

@@ -49,17 +49,20 @@ class Layout:
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._places: dict[str, _Place] = {}
         counts: dict[torch.dtype, list[int]] = {}
-        known: dict[Any, _Place] = {}
+        known: dict[Any, str] = {}
+        # Names that share a place, each with the first one that has it.
+        self._ties: list[tuple[str, str]] = []
         for name, tensor in tensors.items():
-            # Names of tied parameters may come with tensors of their own over the same memory.
-            same = (tensor.data_ptr() or id(tensor), tensor.dtype, tensor.shape, tensor.stride())
-            place = known.get(same)
-            if place is None:
+            twin = known.get(_identity(tensor))
+            if twin is not None:
+                self._ties.append((name, twin))
+                place = self._places[twin]
+            else:
                 of_dtype = counts.setdefault(tensor.dtype, [])
                 place = _Place(tensor.dtype, len(of_dtype), tuple(tensor.shape))
                 of_dtype.append(tensor.numel())
                 if tensor.numel():
-                    known[same] = place
+                    known[_identity(tensor)] = name
             self._places[name] = place
         self.size = 0
         self._parts: dict[torch.dtype, _Part] = {}
@@ -82,6 +85,22 @@ class Layout:
             name: parts[place.dtype][place.number].view(place.shape)
             for name, place in self._places.items()
         }
+
+    def check_ties(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Checks that names which share a place still share a tensor.
+
+        Raises:
+            ValueError: some do not; the error lists them.
+        """
+        found = [
+            f"{twin} and {name}"
+            for name, twin in self._ties
+            if _identity(tensors[name]) != _identity(tensors[twin])
+        ]
+        if found:
+            raise ValueError(
+                f"expected tied tensors, as at first, found them apart: {_listed(found)}"
+            )
 
     def check(self, tensors: Mapping[str, torch.Tensor], what: str) -> None:
         """Compares a model with this one.
@@ -127,6 +146,16 @@ class Layout:
         )
 
 
+def _identity(tensor: torch.Tensor) -> Any:
+    """Returns what is equal for tensors that have the same elements.
+
+    Names of tied parameters may come with tensors of their own over the same memory.
+    """
+    start = tensor.data_ptr() or id(tensor)
+    form = tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return tensor.device, start, form
+
+
 def _listed(names: list[str]) -> str:
     left = len(names) - _NAMED_IN_ERROR
     return ", ".join(names[:_NAMED_IN_ERROR]) + (f" and {left} more" if left > 0 else "")
@@ -154,6 +183,8 @@ def tensors_of(model: Model) -> dict[str, torch.Tensor]:
             raise TypeError(f"expected a tensor as {name}, found a {type(tensor)}")
         if torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"expected {name} to be initialized: call the module once before")
+        if tensor.is_meta:
+            raise TypeError(f"expected {name} to have memory, found it on the device 'meta'")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise TypeError(f"expected a dense tensor as {name}, found {tensor.layout}")
     return tensors

@@ -115,17 +115,18 @@ class Publications:
             return
         self._latest[name] = Publication(id, before, announced=True)
 
-    def end(self, name: str, id: PublicationId, last: int) -> None:
+    def end(self, name: str, id: PublicationId, last: int | None) -> None:
         """Notes that a publication, or the claim for one, was withdrawn.
 
         Args:
             name: its name.
             id: which one.
-            last: its last version, or the last one before it.
+            last: its last version, or the last one before it; None if that is not known.
         """
         # The word of its beginning may still be on its way.
-        found = self._latest.setdefault(name, Publication(id, last - 1, announced=True))
+        found = self._latest.setdefault(name, Publication(id, (last or 0) - 1, announced=True))
         if found.id == id:
+            last = found.bound if last is None else last
             # Each publication takes a number at least: `before` says which of two is the later one.
             last = max(last, found.before + found.announced, found.last or 0)
             self._latest[name] = replace(found, last=last)

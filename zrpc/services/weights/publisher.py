@@ -10,6 +10,7 @@ import torch
 
 from zrpc.agent.current import current_agent
 from zrpc.errors import RpcError, has_shut_down
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.weights.layout import Layout, Model, tensors_of
 from zrpc.services.weights.service import WeightsService
 from zrpc.services.weights.versions import Version, Versions
@@ -33,8 +34,8 @@ class Publisher:
         self._layout = Layout(tensors_of(model))
         self._service = service
         self._versions = Versions()
-        # Held during a push, and to close: so nothing is pushed after that.
-        self._turn = threading.Lock()
+        # Held during a push. A signal handler may push too, in the midst of another push.
+        self._turn = threading.RLock()
         self._id, self.version = service.publish(name, self._versions)
 
     def push(self) -> int:
@@ -46,7 +47,8 @@ class Publisher:
         Raises:
             RpcError: the publisher is closed.
             MemoryError: there is no memory for another version; the one before stays the newest.
-            ValueError: the model's tensors have other names, shapes or dtypes than at first.
+            ValueError: the model's tensors have other names, shapes or dtypes than at first, or
+                tied ones are tied no longer.
         """
         with self._turn:
             if self._service.closed:
@@ -55,13 +57,15 @@ class Publisher:
                 raise RpcError(f"the publisher of {self.name!r} is closed: publish the model again")
             tensors = tensors_of(self._model)
             self._layout.check(tensors, repr(self.name))
+            self._layout.check_ties(tensors)
             flat = self._service.room(self._layout.size)
             with torch.no_grad():
                 for name, view in self._layout.views(flat).items():
                     view.copy_(tensors[name])
-            self.version += 1
-            self._versions.put(Version(self.version, self._layout, flat))
-            return self.version
+            with uninterrupted:  # a version that has a number is put, and in their order
+                self.version += 1
+                self._versions.put(Version(self.version, self._layout, flat))
+                return self.version
 
     def close(self) -> None:
         """Ends the publication, and frees the name. Idempotent.
@@ -70,8 +74,8 @@ class Publisher:
         """
         with self._turn:
             self._model = None
-            if not self._service.closed:
-                self._service.withdraw(self.name, self._id, self.version)
+        if not self._service.closed:
+            self._service.withdraw(self.name, self._id, self.version)
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +100,7 @@ def publish(name: str, model: Model) -> Publisher:
 
     Args:
         name: what subscribers know it by. One publisher at a time may have it, in the whole mesh.
-        model: a module, or a mapping of names to tensors. It may be on any device.
+        model: a module, or a mapping of names to tensors. It may be on any device but "meta".
 
     Returns:
         The publisher. It also ends with this worker. The next one under the name continues the

@@ -25,7 +25,7 @@ from zrpc.calls.future import Future
 from zrpc.errors import RpcError, RpcTimeoutError
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.service import LEAST_BYTES, SharedMemoryService
 from zrpc.services.weights.host_copy import HostCopy
@@ -37,6 +37,9 @@ from zrpc.wire.member_id import MemberId
 __all__ = ["WeightsService"]
 
 T = TypeVar("T")
+
+# For how long nothing was pushed or asked for, before waits end with the mesh.
+_QUIET_SECONDS = 0.5
 
 
 class _Holder(Protocol):
@@ -68,6 +71,9 @@ class WeightsService(Service):
         self._numbers = itertools.count(1)
         self._hook: RemovableHandle | None = None
         self._told: frozenset[MemberId] | None = None  # see `_watch_joins`
+        # When a version was last asked for or pushed, and whether that was the end; see `tick`.
+        self._used_at = monotonic()
+        self._over = False
         self.closed = False
 
     @property
@@ -130,10 +136,16 @@ class WeightsService(Service):
     def withdraw(self, name: str, id: PublicationId, last: int) -> None:
         """Ends a publication of this worker, and tells all members."""
         with self._lock:
-            found = self._published.pop(id, None)
-        if found is not None:
-            found.end()
+            found = self._published.get(id)
+        if found is None:
+            return
+        try:
+            # First: a reader that has learned of the end knows how high its versions were.
             self._tell(self.agent.membership.living, _end, name, id, last)
+        finally:
+            with self._lock:
+                self._published.pop(id, None)
+            found.end()
 
     def _watch_joins(self, told: Iterable[MemberId]) -> None:
         """From now on, tells workers that join what is published, except those told otherwise."""
@@ -195,8 +207,8 @@ class WeightsService(Service):
         for gate in gates:
             gate.release()
 
-    def end(self, name: str, id: PublicationId, last: int) -> None:
-        """Learns that a publication has ended."""
+    def end(self, name: str, id: PublicationId, last: int | None = None) -> None:
+        """Learns that a publication has ended; see `Publications.end`."""
         with self._lock:
             self.publications.end(name, id, last)
             copy = self._copies.pop(id, None)
@@ -218,7 +230,11 @@ class WeightsService(Service):
             self._gates.append(gate)
             closed = self.closed
         try:
-            return closed or self.latest(name)[1] or pass_gate(gate, _left(deadline))
+            if not (passed := closed or self.latest(name)[1]):
+                passed = not self._over and pass_gate(gate, _left(deadline))
+            if self._over and not self.latest(name)[1]:
+                raise _over()
+            return passed
         finally:
             with self._lock, contextlib.suppress(ValueError):  # it was passed
                 self._gates.remove(gate)
@@ -229,6 +245,7 @@ class WeightsService(Service):
         self, id: PublicationId, known: int, at_least: int, contents: bool
     ) -> Future[Answer | None]:
         """Returns a future of the newest version that this worker has published."""
+        self._used_at = monotonic()
         with self._lock:
             found = self._published.get(id)
         if found is None:
@@ -250,7 +267,11 @@ class WeightsService(Service):
 
     def _fetch(self, id: PublicationId, known: int, number: int) -> Answer | None:
         """Gets a version from its publisher; that ends when it comes, or the publisher is lost."""
-        return self._call(id.owner, _newest, id, known, number, True, timeout=0)  # type: ignore[no-any-return]
+        answer: Answer | None = self._call(id.owner, _newest, id, known, number, True, timeout=0)
+        if answer is None:
+            with self._lock:
+                self._copies.pop(id, None)
+        return answer
 
     def ask(self, id: PublicationId, known: int, at_least: int, deadline: float) -> Answer | None:
         """Waits for a version, and gets it for a subscriber of this worker.
@@ -298,10 +319,13 @@ class WeightsService(Service):
         Raises:
             MemoryError: there is not so much.
         """
+        self._used_at = monotonic()
         if size < LEAST_BYTES or not self.agent.options.shared_memory:
             return torch.empty(size, dtype=torch.uint8, device="cpu")
         shared = self.agent.service(SharedMemoryService)
-        return torch.frombuffer(shared.hold(size), dtype=torch.uint8)
+        with uninterrupted:  # an error of a signal handler would leave the segment taken
+            buffer = shared.hold(size)
+        return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def return_unused(self) -> None:
         """Returns at once what this worker no longer uses of others' memory."""
@@ -316,6 +340,23 @@ class WeightsService(Service):
             return flat  # copied for each reader, as any large message
 
     # -- the end ---------------------------------------------------------------------------
+
+    @override
+    def tick(self) -> None:
+        """Ends the loads that wait, once no worker will publish or push any more."""
+        if not self.agent.graceful_shutdown.ends_waits:
+            return
+        if monotonic() - self._used_at < _QUIET_SECONDS:
+            return
+        with self._lock:
+            self._over = True
+            gates, self._gates = self._gates, []
+            published = list(self._published.values())
+        for gate in gates:
+            gate.release()
+        for versions in published:
+            if versions.waits_for():
+                self.agent.completions.submit(partial(versions.fail, _over()))
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
@@ -350,6 +391,13 @@ class _Unfollowed:
         """Does nothing."""
 
 
+def _over() -> RpcError:
+    return RpcError(
+        "expected a version of published weights, but no worker will push one: all have called "
+        "shutdown, or the publisher's worker leaves"
+    )
+
+
 def _left(deadline: float) -> float:
     """Returns how many seconds are left, more than 0, which would mean no limit."""
     return max(deadline - monotonic(), 0.001)
@@ -364,9 +412,12 @@ def _value_of(future: Future[T], timeout: float) -> T:
     gate = threading.Lock()
     gate.acquire()
     future.add_done_callback(lambda _: gate.release())
-    if not pass_gate(gate, timeout or -1):
-        raise RpcTimeoutError(f"expected a version within {timeout:g} s")
-    return future.value()
+    try:
+        if not pass_gate(gate, timeout or -1):
+            raise RpcTimeoutError(f"expected a version within {timeout:g} s")
+        return future.value()
+    finally:
+        future.cancel()  # unless it is done: nobody waits for it any longer
 
 
 def _service() -> WeightsService:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Mapping
 from datetime import timedelta
@@ -15,6 +14,7 @@ import torch
 from zrpc.agent.current import current_agent
 from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied, has_shut_down
 from zrpc.options import LONGEST_TIMEOUT, checked_timeout
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.weights.layout import Layout, Model, tensors_of
 from zrpc.services.weights.publications import Publication, PublicationId
 from zrpc.services.weights.service import WeightsService
@@ -35,7 +35,7 @@ class Subscriber:
     """Loads published weights into models of this worker; `zrpc.nn.subscribe` returns it.
 
     It has the version that it has loaded last, until it gets another one. Leaving a ``with`` block
-    closes it. Any thread may call its methods; loads take turns.
+    closes it. Any thread may call its methods; no load waits for that of another thread.
 
     Attributes:
         name: the name of the publication.
@@ -44,8 +44,10 @@ class Subscriber:
     def __init__(self, name: str, service: WeightsService) -> None:
         self.name = name
         self._service = service
-        # Held during a load. It may wait for another one, no longer than its own timeout.
-        self._turn = threading.Lock()
+        # Guards what follows, and is held while a version is copied into a model: so a signal
+        # handler that loads too, or raises, never leaves half a version there. It is taken before
+        # the locks of shared memory and of the outbox.
+        self._lock = UninterruptedLock()
         self._held: _Held | None = None
         # The tensors that have the contents of the version.
         self._loaded: list[weakref.ref[torch.Tensor]] = []
@@ -70,7 +72,8 @@ class Subscriber:
 
         Args:
             model: a module, or a mapping of names to tensors, with the names, shapes and dtypes of
-                the published one. It may be on any device. It must not run meanwhile.
+                the published one. It may be on any device but "meta". It must not run meanwhile.
+                What was changed in it since it got its version stays until the next one.
             at_least: waits for this version, or a later one. Default: any.
             timeout: seconds to wait; 0 means no limit.
 
@@ -96,26 +99,21 @@ class Subscriber:
             >>> published.close()
         """
         seconds = checked_timeout("timeout", timeout) or LONGEST_TIMEOUT
-        deadline = monotonic() + seconds
         tensors = tensors_of(model)
-        if not self._turn.acquire(timeout=seconds):
-            raise RpcTimeoutError(
-                f"expected to load {self.name!r} within {seconds:g} s, but another thread was "
-                "still waiting for a version"
-            )
+        self._check_open()
         try:
+            found = self._find(max(at_least or 1, 1), monotonic() + seconds)
+        except RpcTimeoutError as error:
+            raise self._late(at_least, seconds) from error
+        with self._lock:
             self._check_open()
-            try:
-                held = self._find(max(at_least or 1, 1), deadline)
-            except RpcTimeoutError as error:
-                raise self._late(at_least, seconds) from error
+            held = self._held
+            # Another thread may have found a newer one meanwhile.
+            if held is None or held.number < found.number:
+                held = found
             held.layout.check(tensors, repr(self.name))
             self._load(held, tensors)
             return held.number
-        finally:
-            self._turn.release()
-            if self._closed or self._service.closed:
-                self.drop()
 
     def _load(self, held: _Held, tensors: Mapping[str, torch.Tensor]) -> None:
         """Copies a version into tensors, unless they have it already, and keeps it."""
@@ -167,7 +165,7 @@ class Subscriber:
                 return None
             raise
         if answer is None:
-            self._service.end(self.name, id, publication.before)
+            self._service.end(self.name, id)
             self._check_open()
             return None
         if answer.flat is None:
@@ -216,20 +214,17 @@ class Subscriber:
 
         :meta private:
         """
-        self._held = None
-        self._loaded = []
+        with self._lock:
+            self._held = None
+            self._loaded = []
 
     def close(self) -> None:
         """Drops the version that it has, and loads no other. Idempotent.
 
-        A load in progress goes on to its end.
+        A load in progress in another thread fails when its wait ends.
         """
         self._closed = True
-        if self._turn.acquire(blocking=False):
-            try:
-                self.drop()
-            finally:
-                self._turn.release()
+        self.drop()
         if not self._service.closed:
             self._service.return_unused()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -56,7 +57,8 @@ class _Request(NamedTuple):
                 answer = Answer(
                     version.number, None if self.known else version.layout, version.flat
                 )
-        self.answer.set_result(answer)
+        with contextlib.suppress(RuntimeError):  # the reader has just stopped waiting
+            self.answer.set_result(answer)
 
 
 class Versions:
@@ -118,7 +120,8 @@ class Versions:
             failed, self._waiting = self._waiting, []
         for request in failed:
             if not request.abandoned:
-                request.answer.set_exception(error)
+                with contextlib.suppress(RuntimeError):  # as above
+                    request.answer.set_exception(error)
 
     def end(self) -> None:
         """Drops the newest version, and has no other."""

@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable
+
+from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish
+
+Launch = Callable[..., Outcome]
+LEARNED = re.compile(r"^\[0\] Learned: (\d+)% of the answers are right after \d+ steps\.$", re.M)
+STEP = re.compile(r"\[0\] step +(\d+) +reward ([\d.]+) .*")
+
+
+def test_learns_from_rewards(launch: Launch) -> None:
+    # Answers at random would be right in 1 of 144 cases.
+    outcome = launch("async_rl", 4, "--goal", "0.3", deadline=400)
+    assert outcome.code == 0, outcome
+    assert "Traceback" not in outcome.err
+    *lines, last = outcome.out.splitlines()
+    assert [each for each in lines if not STEP.fullmatch(each)] == []
+    learned = LEARNED.match(last)
+    assert learned is not None, outcome
+    assert int(learned[1]) >= 30
+
+
+def test_goes_on_when_a_rollout_worker_is_killed(commands: Commands) -> None:
+    options = ("--max-restarts", "1", EXAMPLES / "async_rl.py", "--goal", "2", "--max-steps", "200")
+    process = commands.launch(3, *options)
+    assert process.stdout is not None
+    assert "step   25" in process.stdout.readline()
+    os.kill(pid_of_rollout(), signal.SIGKILL)
+    outcome = finish(process, 400)
+    assert outcome.code == 0, outcome
+    assert "lost rollout2" in outcome.out
+    steps = [int(found[1]) for found in map(STEP.match, outcome.out.splitlines()) if found]
+    assert steps[-1] == 200  # only the worker that has taken the place can have sent the answers
+
+
+def pid_of_rollout() -> int:
+    """Returns the process id of the rollout worker in the mesh of three workers."""
+    command = ["zrpc", "stacks", "--json", "rollout2"]
+    shown = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+    (mesh,) = [each["workers"] for each in shown["meshes"] if len(each["workers"]) == 3]
+    (pid,) = [worker["pid"] for worker in mesh if worker["name"] == "rollout2"]
+    return int(pid)

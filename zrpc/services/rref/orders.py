@@ -1,0 +1,317 @@
+"""The actors that this worker has RRefs to: the order of its calls, and where they are made again.
+
+An actor with ``restart=True`` keeps its id when its owner dies. The worker that made it has drawn
+that id. As soon as another worker joins under the owner's name, the maker sends it what made the
+actor. All workers that have RRefs let them mean that worker from then on, and list their forks
+there (`References.move`). A call that comes before what makes the actor waits for that, as for any
+new value. So that it does not wait in vain, each worker also tells the maker where its calls go. If
+the maker has nothing to make there, because the actor was stopped or the maker has dropped its last
+RRef, it tells the worker that there will be no value.
+
+What makes the actor belongs to the order of the maker's calls to it, which lives as long as the
+maker has an RRef. A name has a reference of its own, so the maker of an actor with a name keeps an
+RRef until the actor is stopped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from functools import partial
+from time import monotonic
+from typing import Any
+
+from zrpc.actors import ActorLabel
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import current_agent
+from zrpc.calls.future import Future
+from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.errors import OwnerDied, RpcError, WorkerDied
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.actors.actor import stop_within
+from zrpc.services.actors.order import CallOrder
+from zrpc.services.rref.messages import GloballyUniqueId, RRefId, pack_id
+from zrpc.services.rref.protocol import References
+from zrpc.services.rref.value import READY
+from zrpc.wire.kind import Kind
+from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+__all__ = ["ActorOrders", "HasOrders"]
+
+logger = logging.getLogger(__name__)
+
+
+class HasOrders(ABC):
+    """The service of an agent that has these orders, as they see it; see `RRefService`."""
+
+    agent: Agent
+    member: MemberId
+    lock: UninterruptedLock
+    references: References
+    orders: ActorOrders
+
+    @abstractmethod
+    def new_id(self) -> GloballyUniqueId:
+        """Returns an id that is unique in the mesh."""
+
+    @abstractmethod
+    def settle_references(self) -> None:
+        """Does what the references have gathered."""
+
+    @abstractmethod
+    def owner_died(self, owner: WorkerInfo) -> OwnerDied:
+        """Returns the error of a value whose owner is lost."""
+
+
+class ActorOrders:
+    """The orders of this worker's calls to actors. Any thread may call its methods.
+
+    Args:
+        service: this worker's RRefs; its lock guards the orders.
+    """
+
+    def __init__(self, service: HasOrders) -> None:
+        self._service = service
+        self._agent = service.agent
+        self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
+        self._series = itertools.count(1)
+        # RRefs to actors with names, which this worker makes again.
+        self._kept: dict[RRefId, Any] = {}
+        self._watches = False  # whether there was an actor that may be made again
+
+    def order_of(
+        self,
+        rref_id: RRefId,
+        label: ActorLabel,
+        owner: WorkerInfo,
+        again: Callable[..., Any] | None = None,
+    ) -> CallOrder:
+        """Returns what numbers this worker's calls to an actor.
+
+        Args:
+            rref_id: the actor.
+            label: what is known of it.
+            owner: its worker.
+            again: at its maker, what makes it again on the worker ``to``.
+        """
+        with self._service.lock:
+            order = self._orders.get(rref_id)
+            if order is None:
+                skip = partial(self._skip, rref_id)
+                order = CallOrder(label, owner, next(self._series), pack_id, skip)
+                order.again = again if label.restarts else None
+                self._orders[rref_id] = order
+            watches, self._watches = self._watches, self._watches or label.restarts
+        if self._watches and not watches:
+            self._agent.joined.add(lambda _: self.follow_all())
+        return order
+
+    def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
+        self._agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
+
+    def keep(self, rref: Any) -> None:
+        """Keeps an RRef to an actor with a name, if this worker makes it again.
+
+        If the constructor fails, the name is free for others, and must not be claimed again.
+        """
+        with self._service.lock:
+            if rref._order is None or rref._order.again is None:
+                return
+            self._kept[rref._rref_id] = rref
+        made = rref._ask_beside(READY, 0, self._agent.caller.call_async)
+        made.add_done_callback(partial(self._on_made, rref._rref_id))
+
+    def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
+        try:
+            made.value()
+        except WorkerDied:
+            return
+        except Exception:
+            self.forget(rref_id)
+
+    def close(self) -> None:
+        """Frees what is kept."""
+        self._kept.clear()
+
+    # -- another owner -----------------------------------------------------------------------
+
+    def owner_of(self, rref: Any) -> WorkerInfo:
+        """Returns the worker that an RRef means now."""
+        order = rref._order
+        if order is not None and rref._owner.member_id in self._agent.membership.lost:
+            self.follow([rref._rref_id])
+            rref._owner = order.owner
+        owner: WorkerInfo = rref._owner
+        return owner
+
+    def check(self, rref: Any) -> None:
+        """Lets an RRef whose owner is lost mean another one.
+
+        Raises:
+            OwnerDied: there is none, and the RRef has no other error.
+        """
+        order, membership = rref._order, self._agent.membership
+        if order is not None and order.label.restarts:
+            if isinstance(rref._failure, WorkerDied):
+                rref._failure = None
+            if self.owner_of(rref).member_id not in membership.lost:
+                return
+        if rref._failure is not None:
+            return
+        if order is None:
+            raise self._service.owner_died(rref._owner)
+        why, advice = (
+            self._agent.why_gone(order.owner.member_id),
+            "make it again on a worker that lives",
+        )
+        if order.label.restarts:
+            maker = membership.infos.get(rref._rref_id.created_on)
+            if maker is None or maker.member_id in membership.lost:
+                advice = f"the worker that made it is lost too: {advice}"
+            else:
+                advice = (
+                    f"{maker.name} makes it again when another worker joins as {order.owner.name}"
+                )
+        raise order.gone(f"{why}; {advice}")
+
+    def on_member_lost(self) -> None:
+        """Looks where the actors are; in the I/O thread, which must not do it itself."""
+        if self._watches:
+            self._agent.completions.submit(self.follow_all)
+
+    def follow_all(self) -> None:
+        """Looks where the actors are now."""
+        with self._service.lock:
+            found = [each for each, order in self._orders.items() if order.label.restarts]
+        self.follow(found)
+
+    def follow(self, rref_ids: Collection[RRefId]) -> None:
+        """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
+        service, owners = self._service, dict[RRefId, MemberId]()
+        moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
+        with service.lock:
+            for rref_id in rref_ids:
+                order = self._orders.get(rref_id)
+                if order is None or not order.label.restarts:
+                    continue
+                if self._is_lost(order.owner.member_id) and not self._is_lost(rref_id.created_on):
+                    successor = self._agent.membership.successor(order.owner)
+                    if successor is not None:
+                        order.move(successor, next(self._series))
+                        moved.append((rref_id, order, successor))
+                owners[rref_id] = order.owner.member_id
+            # Also those forks that have come since an order was moved.
+            service.references.move(owners)
+        service.settle_references()
+        for each in moved:
+            # The maker may wait for room there.
+            own = each[0].created_on == service.member
+            run = self._agent.receiver.run if own else self._agent.completions.submit
+            run(partial(self._make if own else self._ask_maker, *each))
+
+    def _is_lost(self, member: MemberId) -> bool:
+        membership = self._agent.membership
+        return member in membership.lost or member not in membership.infos
+
+    # -- at the maker, and calls to it ---------------------------------------------------------
+
+    def _make(self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo) -> None:
+        """Makes an actor again on the worker that has its place; in the pool."""
+        again = order.again
+        try:
+            if again is not None:
+                rref = again(to=owner)
+                if rref_id in self._kept:
+                    self.keep(rref)
+                return
+        except Exception:
+            if self._agent.closed:
+                return
+            logger.exception("the actor %s can't be made again on %s", order.label, owner)
+        self._refuse(rref_id, owner.member_id)
+
+    def _refuse(self, rref_id: RRefId, owner: MemberId) -> None:
+        """Tells a worker that an actor is not made there."""
+        service = self._service
+        fork_id = service.new_id()
+        with service.lock:
+            service.references.create(rref_id, fork_id, owner)
+            service.references.on_not_made(rref_id, fork_id, owner)
+            service.references.drop(fork_id)
+        service.settle_references()
+
+    def _ask_maker(self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo) -> None:
+        """Tells the maker of an actor where this worker's calls go."""
+        with contextlib.suppress(RpcError):  # it is lost, and the new owner knows of that; or this
+            maker = self._agent.membership.infos[rref_id.created_on]
+            body: Any = make_again, (rref_id, owner.member_id), {}
+            self._agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+
+    def answer(self, rref_id: RRefId, owner: MemberId) -> None:
+        """Makes an actor again, as its maker, for a worker whose calls go to ``owner``."""
+        self.follow([rref_id])
+        order = self._orders.get(rref_id)
+        if order is None or order.again is None:
+            self._refuse(rref_id, owner)
+
+    def stop(self, rref: Any, timeout: float) -> None:
+        """Does what `RRef.stop` does."""
+        caller, owner = self._agent.caller, None
+        if rref._order is not None and rref._order.label.restarts:
+            seconds, begun = caller.timeout(timeout), monotonic()
+            owner = self._end_restarts(rref, seconds)
+            timeout = seconds and max(seconds - (monotonic() - begun), 0.001)
+        if owner is None:
+            rref._check()
+            owner = rref._owner
+        call: Callable[..., Any] = caller.call
+        if rref._value is not None and stop_within(rref._value.mailbox, owner):
+            call = caller.call_async
+        call(owner, Kind.STOP, None, timeout, **rref._about())
+
+    def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
+        """Lets an actor not be made again; returns where it was, as far as its maker knows."""
+        maker = rref._rref_id.created_on
+        if self._is_lost(maker):
+            return None
+        if maker == self._service.member:
+            found = self.forget(rref._rref_id)
+        else:
+            body: Any = forget, (rref._rref_id,), {}
+            try:
+                info = self._agent.membership.infos[maker]
+                found = self._agent.caller.call(info, Kind.CALL, body, timeout)
+            except WorkerDied:
+                return None
+        return (
+            None if found is None or self._is_lost(found) else self._agent.membership.infos[found]
+        )
+
+    def forget(self, rref_id: RRefId) -> MemberId | None:
+        """Forgets, as its maker, what makes an actor again; returns its worker."""
+        with self._service.lock:
+            order, kept = self._orders.get(rref_id), self._kept.pop(rref_id, None)  # noqa: F841
+            if order is None:
+                return None
+            order.again = None
+            return order.owner.member_id
+
+
+def make_again(rref_id: RRefId, owner: MemberId) -> None:
+    """Runs on the maker of an actor: another worker's calls go to ``owner``."""
+    _orders_here().answer(rref_id, owner)
+
+
+def forget(rref_id: RRefId) -> MemberId | None:
+    """Runs on the maker of an actor, which is about to be stopped."""
+    return _orders_here().forget(rref_id)
+
+
+def _orders_here() -> ActorOrders:
+    return current_agent().service(HasOrders).orders  # type: ignore[type-abstract]
