@@ -59,7 +59,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_item_enters_two_functions_where_it_is_made_and_one_where_it_is_read(
+def test_a_small_item_enters_two_functions_at_its_producer_and_one_at_its_consumer(
     caller: Mesh, kind: str
 ) -> None:
     made, read, ended = Entered(), Entered(), threading.Event()
