@@ -121,7 +121,7 @@ class Counter:
         return [2 * number for number in numbers]
 
 
-@zrpc.actor(concurrency=8)
+@zrpc.actor(concurrency=8, restart=True)
 class Server(Generic[T]):
     def __init__(self, value: T) -> None:
         self.value = value
@@ -154,6 +154,7 @@ def decorated_classes() -> None:
 
     assert_type(zrpc.remote("worker1", Derived).rpc_sync().take(), float)
     assert_type(zrpc.remote("worker1", Derived).rpc_sync().size(), int)
+    zrpc.actor(restart=1)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     zrpc.actor(concurrency="2")  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     zrpc.actor(length)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
 
@@ -257,6 +258,9 @@ def groups(actions: torch.Tensor) -> None:
     assert_type(counters.remote().add(1), RRefGroup[Any])
     sums: list[int] = counters.rpc_sync().add(1)
     assert_type(sums, list[int])
+    assert_type(zrpc.rpc_stream(workers, letters, args=("a",)), Stream[tuple[int, str]])
+    assert_type(zrpc.rpc_stream(workers, letters_later, args=("a",)), Stream[tuple[int, str]])
+    assert_type(counters.rpc_stream().numbers(), Stream[Any])
     workers.add(1)  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     length(zrpc.each(["a", "b"]))
     length(zrpc.split("ab"))

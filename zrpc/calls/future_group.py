@@ -22,7 +22,7 @@ from zrpc.options import checked_timeout
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import pass_gate
 
-__all__ = ["as_completed", "collect_all", "wait_all"]
+__all__ = ["Arrivals", "as_completed", "collect_all", "wait_all"]
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ def as_completed(
         >>> sorted(future.wait() for future in as_completed(futures))
         [0, 1, 4]
     """
-    return _Arrivals(_checked(futures), checked_timeout("timeout", timeout or 0))
+    return Arrivals(_checked(futures), checked_timeout("timeout", timeout or 0))
 
 
 def _checked(futures: Iterable[Any]) -> list[Any]:
@@ -129,18 +129,22 @@ def _checked(futures: Iterable[Any]) -> list[Any]:
     return listed
 
 
-class _Arrivals(Iterator[Any]):
+class Arrivals(Iterator[Any]):
     """The futures that are done, in that order.
 
     Args:
         futures: those that it waits for.
         timeout: seconds; 0 means no limit.
+
+    Attributes:
+        pending: those that are not done.
     """
 
     def __init__(self, futures: list[Any], timeout: float) -> None:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
         self._left = len(futures)  # of those that are not done
+        self.pending = dict.fromkeys(futures)
         self._done: deque[Any] = deque()
         # Guards `_left` and the gate, at which a thread waits for the next future to be done.
         self._lock = UninterruptedLock()
@@ -151,6 +155,7 @@ class _Arrivals(Iterator[Any]):
     def _on_done(self, future: Any) -> None:
         with self._lock:
             self._done.append(future)
+            self.pending.pop(future, None)
             self._left -= 1
             gate, self._gate = self._gate, None
         if gate is not None:

@@ -59,6 +59,15 @@ class Node:
     def call_all(self, *others: Any) -> Any:
         return zrpc.wait_all([other.rpc_async().touch() for other in others])
 
+    def call_first(self, *others: Any) -> Any:
+        return next(zrpc.as_completed([other.rpc_async().touch() for other in others])).wait()
+
+    def call_the_quick_one(self, own: Any) -> list[Any]:
+        stuck, quick = own.rpc_async().touch(), zrpc.rpc_async(2, end_late, args=(own,))
+        first = next(zrpc.as_completed([stuck, quick]))
+        stuck.cancel()
+        return [first is quick, first.wait()]
+
     def call_then(self, other: Any) -> Any:
         return other.rpc_async().touch().then(lambda future: future.wait()).wait()
 
@@ -161,6 +170,11 @@ def slowly(_: Any) -> Iterator[int]:
         yield number
 
 
+def end_late(_: Any) -> str:
+    time.sleep(1.8)  # as long as it takes to find several circles
+    return "late"
+
+
 def relay(stream_of: Any) -> Iterator[int]:
     yield from stream_of.rpc_stream(prefetch=2).count_up()
 
@@ -229,6 +243,7 @@ def test_a_circle_over_two_workers_is_found(caller: Mesh, method: str) -> None:
         ("call_through", "2a"),
         ("call_through", "1a"),
         ("call_all", "ba"),
+        ("call_first", "a"),
         ("call_then", "a"),
         ("fetch", "a"),
         ("make_and_fetch", "a"),
@@ -338,6 +353,12 @@ def test_a_group_with_a_member_that_goes_on_is_no_circle(caller: Mesh) -> None:
     a, b = two(caller)
     found = a.rpc_sync(SOON).read_the_quick_one(b, a)
     assert found == [0, 1, 2]
+
+
+def test_one_future_of_several_that_goes_on_is_no_circle(caller: Mesh) -> None:
+    """The actor may leave the others: here it cancels the call of itself."""
+    a, _ = two(caller)
+    assert a.rpc_sync(SOON).call_the_quick_one(a) == [True, "late"]
 
 
 def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(

@@ -3,7 +3,7 @@
 Calls and handlers note what is needed to tell. A call knows the threads that wait for it. A request
 knows its function, and the thread or the asyncio task in which its handler began. Frames are read
 for their text only: files, lines and names of functions. No name of a local variable matters,
-except for the parameters of ``wait_all``, torch's and zrpc's, and of the waits for a future and for
+except for the parameters of ``wait_all``, torch's and zrpc's, and of the waits for futures and for
 the streams of a group: these note nothing.
 
 A thread handles a request if the request began in it, has neither returned nor become a coroutine,
@@ -35,7 +35,7 @@ from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.execution import Execution, RequestJob
 from zrpc.calls.function_names import asked_for, handler_name
 from zrpc.calls.future import Future
-from zrpc.calls.future_group import wait_all
+from zrpc.calls.future_group import Arrivals, wait_all
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.processor_time import processor_time_of
@@ -64,6 +64,7 @@ _PARAMETERS = {
     Future.wait.__code__: "self",
     GroupFuture.wait.__code__: "self",
     Merged._wait.__code__: "self",
+    Arrivals.__next__.__code__: "self",
 }
 # What waits for items of streams in a task.
 _READERS = (Consumer.fill_async.__code__, Merged.fill_async.__code__)
@@ -223,9 +224,16 @@ def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
 
 
 def _calls_of(each: Any) -> list[PendingCall | None]:
-    """Returns the calls that a future, or a reader of streams, stands for."""
+    """Returns the calls that a future, a reader of streams, or `zrpc.as_completed` stands for."""
     if isinstance(each, (Consumer, Merged)):
         return [*each.calls]
+    if isinstance(each, Arrivals):
+        futures = [
+            [call for call in _calls_of(future) if call is not None and not call.settled]
+            for future in list(each.pending)
+        ]
+        # A future that stands for no call may be done at any time, and is enough to go on.
+        return [call for calls in futures for call in calls] if all(futures) else []
     return [source._call for source in _sources(each)]
 
 
@@ -288,7 +296,7 @@ def _futures_waited_for(stack: Sequence[FrameType]) -> tuple[list[Any], bool]:
             found += each if isinstance(each, (list, tuple)) else [each]
         if _is_users(frame.f_code.co_filename):
             break
-    return found, any(isinstance(each, Merged) for each in found)
+    return found, any(isinstance(each, (Arrivals, Merged)) for each in found)
 
 
 def _union(*numbers: Iterable[int]) -> list[int]:
