@@ -45,7 +45,7 @@ from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
+__all__ = ["Encoder", "Envelope", "dumps", "encoder", "register_reducer"]
 
 Reducers = Mapping[type, Reducer]
 
@@ -72,6 +72,17 @@ _MAX_COPY_BYTES = 1 << 20
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
+
+
+class Envelope:
+    """Something of zrpc's own, in which the program's values are sent."""
+
+    __slots__ = ()
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        """The program's values."""
+        raise NotImplementedError
 
 
 class _KnownReducers(ErrorReducers):
@@ -335,6 +346,8 @@ class Encoder:
         parts: Sequence[Any] = obj if type(obj) in (tuple, list) else ()
         if type(obj) is dict:
             parts = [*obj, *obj.values()]
+        if isinstance(obj, Envelope):
+            parts = obj.contents
         if levels and len(parts) <= _SEARCHED_PARTS:
             for part in parts:
                 if not self._is_picklable(part):
