@@ -25,7 +25,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import AsyncGeneratorType, FrameType
+from types import AsyncGeneratorType, CellType, FrameType
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -374,10 +374,10 @@ def _awaited(
 
 def _is_for_first(chain: Sequence[Any]) -> bool:
     """Returns whether a coroutine is in an ``asyncio.wait`` that ends before all tasks have."""
-    frame = _frame_of(chain[-1]) if chain else None
-    if frame is None or frame.f_code is not _WAIT:
+    if not chain or getattr(chain[-1], "cr_code", None) is not _WAIT:
         return False
-    return frame.f_locals.get("return_when") != asyncio.ALL_COMPLETED
+    held = (each for cell in _held_by(chain[-1], CellType) for each in gc.get_referents(cell))
+    return not any(each is asyncio.ALL_COMPLETED for each in held)
 
 
 def _wakers(loops: Iterable[asyncio.AbstractEventLoop]) -> Wakers:
