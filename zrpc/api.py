@@ -29,6 +29,7 @@ from zrpc.errors import RpcError, not_initialized
 from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, checked_options, checked_timeout
+from zrpc.runtime.forks import free_in_child
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.group import RRefGroup, WorkerGroup
 from zrpc.services.names.claims import make_named
@@ -59,7 +60,7 @@ Function = Callable[..., T]
 AsyncFunction = Callable[..., Coroutine[Any, Any, T] | torch.futures.Future[T]]
 
 # Held by init_rpc: one at a time.
-_init_lock = threading.Lock()
+_init_lock = free_in_child(threading.Lock())
 # The futures of this thread's `_wait_all`, if it is inside of one.
 _collected = threading.local()
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 
 import zrpc as rpc
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.system
@@ -89,3 +93,36 @@ def answer_by_callback() -> rpc.Future[int]:
 def test_the_child_prints_its_error(caller: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     rpc.rpc_sync("worker1", fork, args=(error,), timeout=20)
     assert "ValueError: in the child" in capfd.readouterr().err
+
+
+def test_a_child_may_join_a_mesh_while_a_thread_of_its_parent_joins_one(
+    free_port: int, tmp_path: Path
+) -> None:
+    def join(name: str, size: int, init_method: str) -> None:
+        options = rpc.ZmqRpcBackendOptions(init_method=init_method, init_timeout=6)
+        rpc.init_rpc(name, rank=0, world_size=size, rpc_backend_options=options)
+
+    def wait_in_vain() -> None:
+        with pytest.raises(rpc.RendezvousError):
+            join("parent", 2, f"tcp://127.0.0.1:{free_port}")
+
+    def in_child() -> NoReturn:
+        join("child", 1, f"file://{tmp_path / 'store'}")
+        rpc.shutdown()
+        os._exit(3)
+
+    thread = threading.Thread(target=wait_in_vain)
+    thread.start()
+    until(lambda: is_listening(free_port))
+    child = os.fork()
+    if child == 0:
+        in_child()
+    _children.append(child)
+    thread.join(SOON)
+    until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.pending_call import NEVER, PendingCall
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.thread_pool import pass_gate
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ _MIN_TIMEOUT_SECONDS = 0.001
 
 # Guards the children of all scopes, the first wait, and the cancellation. Held for a few
 # instructions; no other lock is taken while it is held. That of a table of calls may be held.
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 
 
 class CancelScope:

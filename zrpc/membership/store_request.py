@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from zrpc.errors import RendezvousError
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["ask"]
@@ -36,7 +37,7 @@ _MOMENT_SECONDS = 0.2
 _ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
 
 # Guards the number below and the changes of torch's level.
-_lock = UninterruptedLock()
+_lock = free_in_child(UninterruptedLock())
 _users = 0
 _before = 0
 

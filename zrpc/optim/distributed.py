@@ -16,6 +16,7 @@ from zrpc.api import remote, rpc_async
 from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 from zrpc.services.autograd.service import AutogradService, context_of_hook
 from zrpc.services.rref.rref import RRef
@@ -25,7 +26,7 @@ __all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 T = TypeVar("T")
 
 # Guards what each DistributedOptimizer knows of its owners' options; not held during calls.
-_known_lock = UninterruptedLock()
+_known_lock = free_in_child(UninterruptedLock())
 
 
 class DistributedOptimizer(Optimizer):

@@ -1,7 +1,10 @@
-"""Forks of this process, and how a forked child that leaves its handler exits.
+"""Forks of this process: which locks are free in the child, and how one exits in a handler.
 
 A handler may fork. If its function returns or raises in the child, what would follow there is the
 worker's own work, through the parent's sockets: the answer to the call, and the next job.
+
+A lock that another thread held when the process forked is never released in the child, which does
+not have that thread. So the locks that a process has only once are free there.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
-__all__ = ["exit_child"]
+__all__ = ["exit_child", "free_in_child"]
+
+L = TypeVar("L")
 
 # The number of forks between the first process and this one.
 generation = 0
@@ -33,6 +38,13 @@ def exit_child(error: BaseException | None = None) -> NoReturn:
     finally:
         # Not sys.exit: this thread runs a handler, and the exit handlers are the parent's.
         os._exit(code)
+
+
+def free_in_child(lock: L) -> L:
+    """Returns a lock or a condition of a module, which is free in each forked child from now on."""
+    reinit: Any = lock._at_fork_reinit  # type: ignore[attr-defined]
+    os.register_at_fork(after_in_child=reinit)
+    return lock
 
 
 def _count() -> None:

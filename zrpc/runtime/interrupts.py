@@ -226,6 +226,11 @@ class UninterruptedLock:
         if _depth:
             release_interrupts()
 
+    def _at_fork_reinit(self) -> None:
+        """Frees it in a forked child, as a lock of Python's."""
+        lock: Any = self._lock
+        lock._at_fork_reinit()
+
 
 def _note(number: int, frame: FrameType | None) -> None:
     _arrived.add(number)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 from types import FrameType
+
+from zrpc.runtime.forks import free_in_child
 
 __all__ = ["thread_frames"]
 
 # Held while collections are off, so that one thread turns them on again for another one's look. A
 # thread may take it twice, as a signal handler may interrupt it.
-_lock = threading.RLock()
+_lock = free_in_child(threading.RLock())
+_off = False  # whether collections are off for a look, and are turned on again after it
 
 
 def thread_frames() -> dict[int, FrameType]:
@@ -25,11 +29,24 @@ def thread_frames() -> dict[int, FrameType]:
         >>> threading.get_ident() in thread_frames()
         True
     """
+    global _off
     with _lock:
         enabled = gc.isenabled()
+        _off = _off or enabled
         gc.disable()
         try:
             return sys._current_frames()
         finally:
             if enabled:
-                gc.enable()
+                _turn_on()
+
+
+def _turn_on() -> None:
+    """Turns collections on after a look; in a forked child, whose parent may have been at one."""
+    global _off
+    if _off:
+        gc.enable()
+        _off = False
+
+
+os.register_at_fork(after_in_child=_turn_on)

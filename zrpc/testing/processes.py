@@ -24,6 +24,7 @@ from zrpc.launch import LaunchError
 from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 from zrpc.launch.worker import run_secret, without_launcher
+from zrpc.runtime.forks import free_in_child
 from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
@@ -53,7 +54,7 @@ _OUTERMOST = re.compile(
 )
 
 # cloudpickle's list of modules that go by value is global: the lock guards changes to it.
-_by_value_lock = threading.Lock()
+_by_value_lock = free_in_child(threading.Lock())
 
 
 def process_workers(

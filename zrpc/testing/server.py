@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import threading
 from collections.abc import Sequence
 
 from zrpc.launch.starter import DEFAULT_PRELOAD, Starter
+from zrpc.runtime.forks import free_in_child
 from zrpc.testing.leaks import lasting
 from zrpc.testing.procfs import state_of
 
@@ -22,8 +24,9 @@ _PRELOAD = (
     "torch._dynamo",  # the first optimizer and DDP import it, in more than a second
 )
 # The lock guards the server: one thread at a time may start it, or ask it for exit codes.
-server_lock = threading.Lock()
+server_lock = free_in_child(threading.Lock())
 _server: Starter | None = None
+_of_parent: Starter | None = None  # is kept, so that nothing of it is closed
 
 
 def warm_server(preload: Sequence[str] = ()) -> Starter:
@@ -51,3 +54,14 @@ def warm_server(preload: Sequence[str] = ()) -> Starter:
             atexit.register(server.close)
             _server = server
         return _server
+
+
+def _after_fork() -> None:
+    """Lets a forked child start a server of its own: the other one is its parent's."""
+    global _server, _of_parent
+    if _server is not None:
+        atexit.unregister(_server.close)
+        _server, _of_parent = None, _server
+
+
+os.register_at_fork(after_in_child=_after_fork)

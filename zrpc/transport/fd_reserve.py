@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
 __all__ = ["DescriptorReserve", "reserve"]
@@ -28,7 +29,7 @@ class DescriptorReserve:
     def __init__(self, size: int = _RESERVED_DESCRIPTORS) -> None:
         self._size = size
         # Guards everything below.
-        self._lock = UninterruptedLock()
+        self._lock = free_in_child(UninterruptedLock())
         self._users = 0
         self._kept: list[int] = []
 

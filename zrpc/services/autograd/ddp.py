@@ -17,13 +17,14 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.torch_internals import has_process_group
 
 __all__ = ["in_use", "reduced_with", "watch"]
 
 # Guards the two that follow.
-_lock = UninterruptedLock()
+_lock = free_in_child(UninterruptedLock())
 _watches = False
 # The DDP modules that reduce a parameter.
 _modules = WeakIdKeyDictionary()

@@ -28,6 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.grad_lock import GradLock, Use
@@ -51,7 +52,7 @@ from zrpc.torch_internals import (
 __all__ = ["check_roots", "must_run", "run"]
 
 # Guards the registration of hooks of nodes, so that each run sees which hooks are there.
-_hooks_lock = UninterruptedLock()
+_hooks_lock = free_in_child(UninterruptedLock())
 
 
 def must_run(leaves: Iterable[torch.Tensor]) -> bool:

@@ -11,22 +11,28 @@ waits behind it, so that the hooks of many passes can't keep it waiting without 
 from __future__ import annotations
 
 import enum
+import os
 import threading
 from collections.abc import Iterable
 
 import torch
 
 from zrpc.errors import RpcError
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 
 __all__ = ["GradLock", "Use"]
 
 # Guards what follows, and the attributes of all locks; notified of each change.
-_changed = threading.Condition(threading.Lock())
+_changed = free_in_child(threading.Condition(threading.Lock()))
 # The locks that are held, by the id of the leaf. A leaf lives as long as its lock.
 _held: dict[int, GradLock] = {}
 # The locks of steps that wait, the first one first.
 _waiting: list[GradLock] = []
+
+# The threads that use leaves don't exist in a forked child.
+os.register_at_fork(after_in_child=_held.clear)
+os.register_at_fork(after_in_child=_waiting.clear)
 
 
 class Use(enum.Enum):

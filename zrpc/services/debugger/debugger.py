@@ -17,6 +17,7 @@ from typing_extensions import override
 from zrpc.agent.current import find_agent
 from zrpc.errors import RemoteError
 from zrpc.options import checked_timeout
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.thread_pool import waiting
 from zrpc.services.debugger.prompt import Prompt
 from zrpc.services.debugger.service import DebuggerService
@@ -24,7 +25,7 @@ from zrpc.services.debugger.service import DebuggerService
 __all__ = ["breakpoint", "post_mortem"]
 
 # Held by the thread of this process that is at a prompt; the others wait for their turn.
-_turn = threading.Lock()
+_turn = free_in_child(threading.Lock())
 _PACKAGE = __name__.partition(".")[0]
 
 
