@@ -25,27 +25,17 @@ from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
-from zrpc.wire.compiled import (
-    reduce_compiled_function,
-    reduce_compiled_module,
-    reduce_compiler,
-)
+from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import (
-    REDUCERS,
-    Reducer,
-    packing,
-    reduce_method_by_value,
-    with_attributes,
-)
+from zrpc.wire.reducers import REDUCERS, Reducer, packing, reduce_method_by_value, with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
+__all__ = ["Encoder", "Envelope", "dumps", "encoder", "register_reducer"]
 
 Reducers = Mapping[type, Reducer]
 
@@ -72,6 +62,17 @@ _MAX_COPY_BYTES = 1 << 20
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
+
+
+class Envelope:
+    """Something of zrpc's own, in which the program's values are sent."""
+
+    __slots__ = ()
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        """The program's values."""
+        raise NotImplementedError
 
 
 class _KnownReducers(ErrorReducers):
@@ -335,6 +336,8 @@ class Encoder:
         parts: Sequence[Any] = obj if type(obj) in (tuple, list) else ()
         if type(obj) is dict:
             parts = [*obj, *obj.values()]
+        if isinstance(obj, Envelope):
+            parts = obj.contents
         if levels and len(parts) <= _SEARCHED_PARTS:
             for part in parts:
                 if not self._is_picklable(part):

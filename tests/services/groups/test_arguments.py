@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any, NamedTuple
 
 import pytest
@@ -66,6 +67,11 @@ def test_a_list_of_tensors_is_a_list() -> None:
 
 def test_a_tuple_without_tensors_is_a_sequence() -> None:
     assert parts(("a", "b", "c"), 2) == [("a", "b"), ("c",)]
+
+
+def test_a_deque_is_a_sequence() -> None:
+    assert parts(deque("abc"), 2) == [deque("ab"), deque("c")]
+    assert parts({"seen": deque([1])}, 2) == [{"seen": deque([1])}, {"seen": deque()}]
 
 
 @pytest.mark.parametrize("value", [5, "text", b"bytes", None, object()])

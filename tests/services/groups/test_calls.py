@@ -289,6 +289,7 @@ def test_what_can_not_be_pickled_for_one_fails_for_it(joined: Mesh) -> None:
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.rpc_sync(zrpc.group("*"), echo, args=(zrpc.each([1, threading.Lock(), 3, 4]),))
     assert isinstance(caught.value.errors[1], zrpc.SerializationError)
+    assert "found one of type lock" in str(caught.value.errors[1])
     assert caught.value.results == {0: 1, 2: 3, 3: 4}
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.remote(zrpc.group("*"), echo, args=(zrpc.each([1, threading.Lock(), 3, 4]),))

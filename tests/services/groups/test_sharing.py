@@ -102,6 +102,7 @@ def test_an_item_that_can_not_be_pickled(joined: Mesh) -> None:
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.rpc_sync(zrpc.group("*"), echo, (zrpc.share([1, threading.Lock(), 3]),))
     assert isinstance(caught.value.errors[1], zrpc.SerializationError)
+    assert "found one of type lock" in str(caught.value.errors[1])
     assert caught.value.results == {0: 1, 2: 3}
 
 

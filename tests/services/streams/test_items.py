@@ -235,6 +235,16 @@ def test_a_generator_is_refused_by_other_verbs(caller: Mesh, function: Any) -> N
         zrpc.remote("worker1", function, args=(1,)).to_here()
 
 
+@pytest.mark.parametrize("function", [count, ticks])
+def test_an_rref_of_a_generator_is_refused_before_it_is_used(caller: Mesh, function: Any) -> None:
+    for owner in ("worker0", "worker1"):
+        rref = zrpc.remote(owner, function, args=(1,))
+        with pytest.raises(zrpc.SerializationError, match=f"{function.__name__}.*rpc_stream"):
+            rref.to_here()
+        with pytest.raises(zrpc.SerializationError, match="rpc_stream"):
+            rref.rpc_sync().send(None)
+
+
 def test_a_stream_can_not_be_sent(caller: Mesh) -> None:
     with zrpc.rpc_stream("worker1", count, args=(1,)) as stream:
         with pytest.raises(zrpc.RpcError, match="<Stream of count> can't be sent"):

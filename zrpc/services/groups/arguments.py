@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence, Sized
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -75,7 +76,9 @@ class Split(PerMember):
             )
         size, more = divmod(len(value), count)
         starts = [place * size + min(place, more) for place in range(count + 1)]
-        return [value[starts[place] : starts[place + 1]] for place in range(count)]
+        if isinstance(value, deque):  # it has no slices
+            return [deque(islice(value, *bounds)) for bounds in pairwise(starts)]
+        return [value[start:end] for start, end in pairwise(starts)]
 
 
 class Each(PerMember):
@@ -124,7 +127,7 @@ def _is_leaf(value: object) -> bool:
 
 def _is_structure(value: object) -> bool:
     """Whether the parts of a value are divided one by one, and not the value itself."""
-    if isinstance(value, list | torch.Tensor):
+    if isinstance(value, list | deque | torch.Tensor):
         return False
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         leaves = tree_leaves(value)

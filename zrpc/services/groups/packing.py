@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import name_of
 from zrpc.membership.worker_info import WorkerInfo
@@ -17,7 +19,7 @@ from zrpc.services.groups.service import GroupService
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import register_reducer
+from zrpc.wire.pickling import Envelope, register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
 __all__ = ["Bodies"]
@@ -38,13 +40,18 @@ def _unpack(blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
     return unpack_part(Message(0, body=body, table=table, buffers=buffers), fills)
 
 
-class _Call:
+class _Call(Envelope):
     """Function, args and kwargs for one member: they arrive as the args, which have the others."""
 
     __slots__ = ("carried",)
 
     def __init__(self, carried: _Carried) -> None:
         self.carried = carried
+
+    @property
+    @override
+    def contents(self) -> Sequence[Any]:
+        return self.carried.fills
 
 
 class _Arguments(tuple[Any, ...]):
@@ -64,7 +71,7 @@ def _arguments(content: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> _Argumen
     return arguments
 
 
-class _Of:
+class _Of(Envelope):
     """The function or the kwargs of a call.
 
     Args:
@@ -79,6 +86,11 @@ class _Of:
         self.call = call
         self.name = name
         self.__qualname__ = qualname
+
+    @property
+    @override
+    def contents(self) -> Sequence[Any]:
+        return self.call.contents
 
 
 register_reducer(_Carried, lambda carried: (_unpack, (carried.part, carried.fills)))

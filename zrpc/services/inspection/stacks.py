@@ -69,7 +69,7 @@ _PARAMETERS = {
 # What waits for items of streams in a task.
 _READERS = (Consumer.fill_async.__code__, Merged.fill_async.__code__)
 _AWAIT = Future.__await__.__code__
-_WAIT = asyncio.tasks._wait.__code__  # type: ignore[attr-defined]
+_WAIT = getattr(getattr(asyncio.tasks, "_wait", None), "__code__", None)
 _MAX_FRAMES = 1000
 _MAX_COROUTINES = 1000
 
@@ -374,7 +374,7 @@ def _awaited(
 
 def _is_for_first(chain: Sequence[Any]) -> bool:
     """Returns whether a coroutine is in an ``asyncio.wait`` that ends before all tasks have."""
-    if not chain or getattr(chain[-1], "cr_code", None) is not _WAIT:
+    if not chain or _WAIT is None or getattr(chain[-1], "cr_code", None) is not _WAIT:
         return False
     held = (each for cell in _held_by(chain[-1], CellType) for each in gc.get_referents(cell))
     return not any(each is asyncio.ALL_COMPLETED for each in held)

@@ -5,11 +5,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
 from zrpc.actors import ActorLabel, options_of
 from zrpc.agent.current import current_agent
-from zrpc.errors import RemoteError, RpcError, RpcTimeoutError, raised_again, raised_by_function
+from zrpc.calls.function_names import name_of_function
+from zrpc.errors import (
+    RemoteError,
+    RpcError,
+    RpcTimeoutError,
+    SerializationError,
+    raised_again,
+    raised_by_function,
+)
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
@@ -28,6 +37,7 @@ __all__ = ["ITSELF", "READY", "MethodCheck", "OwnedValue", "ValueSink"]
 
 # In the place of a method's name: the value itself is called.
 ITSELF = "__call__"
+_GENERATORS = GeneratorType, AsyncGeneratorType
 # In the place of a method's name: it is only asked whether there is a value.
 READY = "ready()"
 
@@ -197,6 +207,9 @@ class ValueSink:
 
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
+        if isinstance(value, _GENERATORS):  # here, since the owner itself could read it
+            self.fail(request, _no_value(value))
+            return
         self._callee.count(request)  # before anyone has the value
         self._adopt(self._value, value, request.scope.function)
         self._value.set(value)
@@ -225,3 +238,10 @@ class ValueSink:
         """Takes the error of a call that never begins."""
         self._value.set(error=raised_again(error) if isinstance(error, RpcError) else error)
         self._callee.answer(request, None)
+
+
+def _no_value(generator: Any) -> SerializationError:
+    return SerializationError(
+        f"expected a value for an RRef, found the generator {name_of_function(generator)}: call "
+        "its function by rpc_stream, which sends its items one by one, or return a list of them"
+    )
