@@ -187,7 +187,8 @@ async def in_wait_for(coroutine: Any) -> Any:
 
 
 async def in_tasks(coroutine: Any) -> Any:
-    return await asyncio.gather(asyncio.create_task(in_group(coroutine)), asyncio.sleep(0))
+    shielded = asyncio.shield(asyncio.create_task(in_group(coroutine)))
+    return await asyncio.gather(in_wait_for(shielded), asyncio.sleep(0))
 
 
 def apply(function: Any, *args: Any) -> Any:

@@ -384,15 +384,18 @@ def _wakers(loops: Iterable[asyncio.AbstractEventLoop]) -> Wakers:
     """Returns the tasks of event loops, by the futures that are done at their end."""
     found: Wakers = defaultdict(list)
     for task in [each for loop in loops for each in asyncio.all_tasks(loop)]:
-        found[task].append(task)
-        for callback, _ in getattr(task, "_callbacks", None) or ():
-            for future in _completed_by(callback):
-                found[future].append(task)
+        left: list[Any] = [task]
+        while left:
+            each = left.pop()
+            if task not in found[each]:
+                found[each].append(task)
+                for callback, _ in getattr(each, "_callbacks", None) or ():
+                    left += _completed_by(callback)
     return found
 
 
 def _completed_by(callback: Any) -> Iterable[asyncio.Future[Any]]:
-    """Returns the futures that asyncio completes in the callback of a task.
+    """Returns the futures that asyncio completes in the callback of a task, or of a future.
 
     ``gather``, ``wait`` and ``shield`` have closures, a ``TaskGroup`` has a method, and
     ``wait_for`` of Python 3.11 a ``partial``.
@@ -404,7 +407,8 @@ def _completed_by(callback: Any) -> Iterable[asyncio.Future[Any]]:
     held = [each for cell in cells for each in gc.get_referents(cell)]
     held += getattr(callback, "args", ())
     held.append(getattr(getattr(function, "__self__", None), "_on_completed_fut", None))
-    return [each for each in held if isinstance(each, asyncio.Future)]
+    futures = [each for each in held if isinstance(each, asyncio.Future)]
+    return [each for each in futures if not isinstance(each, asyncio.Task)]
 
 
 def _held_by(coroutine: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:
