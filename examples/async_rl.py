@@ -4,8 +4,7 @@ What it shows: an actor whose batched method is an inference server, generators 
 a queue, weights that are published at each step, and workers that may be killed. A transformer of
 100,000 parameters learns to add two digits, only from rewards. *rollout* workers ask questions, and
 stream the answers token by token. *server* chooses the tokens for all of them at once, with the
-newest weights. *learner* improves the policy by REINFORCE, with a baseline for each group of
-answers to one question, as in GRPO. Nobody waits for a step of another worker.
+newest weights. *learner* improves the policy by REINFORCE, with a baseline for each question.
 
     pip install 'torch-zrpc[examples]'
     zrpc launch --nprocs 4 --max-restarts 3 examples/async_rl.py
@@ -32,8 +31,7 @@ LETTERS = "0123456789+="
 PROMPT, ANSWER = 4, 2  # letters, as in "3+8=" and "11"
 QUESTIONS, ANSWERS = 8, 16  # that a rollout worker has at once; answers to each question
 BATCH, MAX_AGE = 16, 8  # questions for a step; steps, after which answers are dropped
-CLIP, ENTROPY_WEIGHT, LEARNING_RATE = 0.2, 0.05, 1e-3
-SMOOTHING = 0.05  # the weight of the latest step in what is printed
+CLIP, ENTROPY_WEIGHT, LEARNING_RATE, SMOOTHING = 0.2, 0.05, 1e-3, 0.05  # the last: of what is shown
 
 
 class Policy(nn.Module):
@@ -53,7 +51,7 @@ class Policy(nn.Module):
         return self.logits(self.layers(hidden, mask, is_causal=True))
 
 
-@zrpc.actor
+@zrpc.actor(restart=True)
 class Server:
     """Chooses the next tokens."""
 
@@ -108,7 +106,9 @@ def collect(name: str, server: zrpc.RRef[Server], queue: zrpc.Queue[Group]) -> N
     """Puts the answers of one rollout worker into the queue, until that is closed."""
     while True:
         zrpc.group(name, size=1, timeout=60)  # waits until it is there, also after a restart
+        zrpc.group("server", size=1, timeout=60)
         try:
+            server.ready(timeout=60)
             with zrpc.rpc_stream(name, generate, args=(server,)) as stream:
                 for questions in stream:
                     steps = [next(stream) for _ in range(ANSWER)]

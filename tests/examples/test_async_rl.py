@@ -7,6 +7,8 @@ import signal
 import subprocess
 from collections.abc import Callable
 
+import pytest
+
 from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish
 
 Launch = Callable[..., Outcome]
@@ -26,23 +28,26 @@ def test_learns_from_rewards(launch: Launch) -> None:
     assert int(learned[1]) >= 30
 
 
-def test_goes_on_when_a_rollout_worker_is_killed(commands: Commands) -> None:
+@pytest.mark.parametrize(
+    ("killed", "lost"), [("rollout2", "worker rollout2"), ("server", "the actor Server on server")]
+)
+def test_goes_on_when_a_worker_is_killed(commands: Commands, killed: str, lost: str) -> None:
     options = ("--max-restarts", "1", EXAMPLES / "async_rl.py", "--goal", "2", "--max-steps", "200")
     process = commands.launch(3, *options)
     assert process.stdout is not None
     assert "step   25" in process.stdout.readline()
-    os.kill(pid_of_rollout(), signal.SIGKILL)
+    os.kill(pid_of(killed), signal.SIGKILL)
     outcome = finish(process, 400)
     assert outcome.code == 0, outcome
-    assert "lost rollout2" in outcome.out
+    assert f"lost rollout2: {lost}" in outcome.out
     steps = [int(found[1]) for found in map(STEP.match, outcome.out.splitlines()) if found]
     assert steps[-1] == 200  # only the worker that has taken the place can have sent the answers
 
 
-def pid_of_rollout() -> int:
-    """Returns the process id of the rollout worker in the mesh of three workers."""
-    command = ["zrpc", "stacks", "--json", "rollout2"]
+def pid_of(name: str) -> int:
+    """Returns the process id of a worker in the mesh of three workers."""
+    command = ["zrpc", "stacks", "--json", name]
     shown = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
     (mesh,) = [each["workers"] for each in shown["meshes"] if len(each["workers"]) == 3]
-    (pid,) = [worker["pid"] for worker in mesh if worker["name"] == "rollout2"]
+    (pid,) = [worker["pid"] for worker in mesh if worker["name"] == name]
     return int(pid)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,7 @@ class CancelScope:
         cancelled: whether the caller no longer waits; then no answer is sent.
         deferred: whether the handler has returned a future, which the outcome comes from.
         outcome_from: what it comes from, for people.
+        returned: refers to that future, if a function has returned one.
         call_id: the caller's number of the call.
         thread: the ident of the thread that the handler began in; 0 before that.
         function: the function that the caller asked for, once it is unpickled.
@@ -68,6 +70,7 @@ class CancelScope:
     cancelled = False
     deferred = False
     outcome_from = "the future that its function has returned"
+    returned: weakref.ref[Any] | None = None
     must_run = False
     thread = 0
     call_id = 0

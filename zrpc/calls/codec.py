@@ -64,6 +64,10 @@ class Codec:
         """Returns what this thread's messages are within; see `MessageHooks`."""
         return tuple(context() for context in self._contexts)
 
+    def has_context(self) -> bool:
+        """Returns whether this thread's messages are within one; see `contexts`."""
+        return any(context() is not None for context in self._contexts)
+
     def encoder(self, member: MemberId) -> Encoder:
         """Returns an encoder of a request to a member."""
         encoder = Encoder(self._owner, member, self._membership.same_main[member])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
@@ -141,6 +142,7 @@ class Execution:
         result.add_done_callback(
             lambda done: self._schedule(RequestJob(self.request, partial(self._finish, done)))
         )
+        self.request.scope.returned = weakref.ref(result)
         self._sink.defer(self.request)
         return True
 

@@ -188,6 +188,14 @@ class Arrivals(Iterator[Any]):
         return gate
 
 
+class _Collected(Future[list[Any]]):
+    """The future of a `collect_all`; its ``parts`` are for what shows what waits for what."""
+
+    __slots__ = ("parts",)
+
+    parts: list[Any]
+
+
 class _Collection:
     """The futures of a `collect_all`.
 
@@ -196,8 +204,8 @@ class _Collection:
     """
 
     def __init__(self, futures: list[Any]) -> None:
-        self.result: Future[list[Any]] = Future()
-        self._futures = futures
+        self.result = _Collected()
+        self.result.parts = self._futures = futures
         self._left = len(futures)
         self._lock = UninterruptedLock()  # guards `_left`
         if not futures:

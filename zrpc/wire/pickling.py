@@ -25,22 +25,12 @@ from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
-from zrpc.wire.compiled import (
-    reduce_compiled_function,
-    reduce_compiled_module,
-    reduce_compiler,
-)
+from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.reducers import (
-    REDUCERS,
-    Reducer,
-    packing,
-    reduce_method_by_value,
-    with_attributes,
-)
+from zrpc.wire.reducers import REDUCERS, Reducer, packing, reduce_method_by_value, with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder

@@ -589,6 +589,22 @@ def test_stop_fails_what_waits_and_closes_after_what_runs(
         assert kept.closed == [["wait"]]
 
 
+def test_stop_fails_what_waits_for_the_constructor(caller: Mesh, gate: Gate) -> None:
+    log = zrpc.remote(1, Slow, args=(gate,), name="slow")
+    gate.await_entry()
+    waiting = [log.rpc_async().note(1), log.rpc_async().note(2)]
+    stop = threading.Thread(target=caller.run, args=(0, log.stop))
+    stop.start()
+    until(lambda: len(caller.agent(1).callee.requests) == 4)  # the constructor's, and these
+    gate.open()
+    for future in waiting:
+        with pytest.raises(zrpc.RpcError, match="was stopped by worker0") as caught:
+            future.wait()
+        assert caught.value.executed is False
+    stop.join(SOON)
+    zrpc.remote(0, Closing, args=([],), name="slow").stop()
+
+
 def test_stop_raises_what_close_has_raised_and_the_actor_is_gone(caller: Mesh) -> None:
     class Bad(Log):
         async def close(self) -> None:

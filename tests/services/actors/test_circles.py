@@ -68,6 +68,23 @@ class Node:
         stuck.cancel()
         return [first is quick, first.wait()]
 
+    def call_collected(self, *others: Any) -> Any:
+        futures = zrpc.collect_all([other.rpc_async().touch() for other in others])
+        return [future.wait() for future in futures.wait()]
+
+    def call_with_a_future(self, to: int, other: Any) -> Any:
+        return zrpc.rpc_sync(to, touch_later, args=(other,))
+
+    async def call_in(self, way: Any, own: Any) -> Any:
+        return await way(touch_in_task(own))
+
+    async def await_the_quick_one(self, own: Any) -> Any:
+        ways = touch_in_task(own), zrpc.rpc_async(2, end_late, args=(own,))
+        tasks = [asyncio.ensure_future(each) for each in ways]
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        tasks[0].cancel()
+        return [done == {tasks[1]}, tasks[1].result()]
+
     def call_then(self, other: Any) -> Any:
         return other.rpc_async().touch().then(lambda future: future.wait()).wait()
 
@@ -142,6 +159,35 @@ class Node:
 
 def touch(node: Any) -> Any:
     return node.rpc_sync().touch()
+
+
+@zrpc.functions.async_execution
+def touch_later(node: Any) -> Any:
+    return node.rpc_async().touch()
+
+
+async def touch_in_task(node: Any) -> Any:
+    return await node.rpc_async().touch()
+
+
+async def in_group(coroutine: Any) -> Any:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(coroutine)
+    return task.result()
+
+
+async def in_wait(coroutine: Any) -> Any:
+    when = asyncio.FIRST_COMPLETED
+    done, _ = await asyncio.wait([asyncio.create_task(coroutine)], return_when=when)
+    return [task.result() for task in done]
+
+
+async def in_wait_for(coroutine: Any) -> Any:
+    return await asyncio.wait_for(coroutine, SOON)
+
+
+async def in_tasks(coroutine: Any) -> Any:
+    return await asyncio.gather(asyncio.create_task(in_group(coroutine)), asyncio.sleep(0))
 
 
 def apply(function: Any, *args: Any) -> Any:
@@ -244,6 +290,8 @@ def test_a_circle_over_two_workers_is_found(caller: Mesh, method: str) -> None:
         ("call_through", "1a"),
         ("call_all", "ba"),
         ("call_first", "a"),
+        ("call_collected", "ba"),
+        ("call_with_a_future", "2a"),
         ("call_then", "a"),
         ("fetch", "a"),
         ("make_and_fetch", "a"),
@@ -256,6 +304,17 @@ def test_a_circle_through_other_ways_is_found(caller: Mesh, method: str, argumen
     with pytest.raises(zrpc.RpcError, match=CIRCLE):
         getattr(a.rpc_sync(), method)(*(meaning[each] for each in arguments))
     assert a.rpc_sync().touch() == 1
+
+
+@pytest.mark.parametrize(
+    "way", [asyncio.create_task, asyncio.shield, in_group, in_tasks, in_wait, in_wait_for]
+)
+def test_a_circle_through_tasks_is_found(caller: Mesh, way: Any) -> None:
+    a, _ = two(caller)
+    with pytest.raises((zrpc.RpcError, ExceptionGroup)) as caught:
+        a.rpc_sync(SOON).call_in(way, a)
+    assert CIRCLE in repr(caught.value)
+    assert a.rpc_sync(SOON).touch() == 1
 
 
 @pytest.mark.parametrize(
@@ -357,8 +416,9 @@ def test_a_group_with_a_member_that_goes_on_is_no_circle(caller: Mesh) -> None:
 
 def test_one_future_of_several_that_goes_on_is_no_circle(caller: Mesh) -> None:
     """The actor may leave the others: here it cancels the call of itself."""
-    a, _ = two(caller)
-    assert a.rpc_sync(SOON).call_the_quick_one(a) == [True, "late"]
+    a, b = two(caller)
+    futures = a.rpc_async(SOON).call_the_quick_one(a), b.rpc_async(SOON).await_the_quick_one(b)
+    assert zrpc.wait_all(futures) == [[True, "late"]] * 2
 
 
 def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(

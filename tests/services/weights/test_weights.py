@@ -226,6 +226,27 @@ def test_weights_are_loaded_inside_an_autograd_context(mesh: Mesh) -> None:
     assert mesh.run(1, step) == [1.0]
 
 
+def test_computed_tensors_are_refused_inside_an_autograd_context(mesh: Mesh) -> None:
+    weight = torch.ones(3, requires_grad=True)
+
+    def in_context(function: Any, *args: Any) -> Any:
+        with zrpc.autograd.context():
+            return function(*args)
+
+    published = mesh.run(0, publish, "m", {"w": weight * 2})
+    with pytest.raises(zrpc.RpcError, match=r"carry no gradients, so pass tensor\.detach"):
+        mesh.run(0, in_context, published.push)
+    assert mesh.run(0, published.push) == 1  # outside, gradients are not carried by any call
+    with pytest.raises(zrpc.RpcError, match="expected w without a graph"):
+        mesh.run(1, in_context, subscribe_and_load, {"w": weight * 1})
+    target = {"w": torch.zeros(3, requires_grad=True)}
+    assert mesh.run(1, in_context, subscribe_and_load, target) == 1
+    assert target["w"].tolist() == [2.0] * 3
+    published.close()
+    published = mesh.run(0, publish, "m", {"w": weight})  # weights themselves are not computed
+    assert mesh.run(0, in_context, published.push) == 2
+
+
 def test_weights_are_loaded_and_pushed_in_inference_mode(mesh: Mesh) -> None:
     source, target = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
 
@@ -240,7 +261,7 @@ def test_weights_are_loaded_and_pushed_in_inference_mode(mesh: Mesh) -> None:
     target(torch.ones(4)).sum().backward()
 
 
-def subscribe_and_load(model: torch.nn.Module) -> int:
+def subscribe_and_load(model: torch.nn.Module | dict[str, torch.Tensor]) -> int:
     return subscribe("m").load_into(model)
 
 

@@ -97,12 +97,14 @@ class ActorService(Service):
     def _on_stop(self, request: Message) -> None:
         rref_id = request.attachment(Tag.SUBJECT)[0]
         value = self._rrefs.find_value(rref_id)
-        scope = self.agent.callee.requests.accept(request)
+        self.agent.callee.requests.accept(request)
         stop = RequestJob(request, partial(self._stop, rref_id, value))
-        value.when_ready(partial(self.agent.receiver.run, stop), scope)
+        # The calls that wait for the constructor must not begin when it has ended.
+        if not value.before_others(stop):
+            self.agent.receiver.run(stop)
 
     def _stop(self, rref_id: RRefId, value: OwnedValue, request: Message) -> None:
-        """Stops an actor; in the pool."""
+        """Stops an actor; in the pool, or in the thread that has made it."""
         callee, mailbox = self.agent.callee, value.mailbox
         if mailbox is None:
             callee.refuse(request, _why_no_actor(value))

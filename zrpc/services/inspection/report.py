@@ -75,7 +75,8 @@ class Report:
                 continue  # the other worker of its process shows it
             title = self._who(Node("activity", snapshot.member, (number,))).rstrip(",")
             frames = activity.frames if self._idle else _of_interest(activity)
-            text = stack_text(title if activity.task else f"thread {title}", frames).rstrip()
+            title = title if activity.task or not frames else f"thread {title}"
+            text = stack_text(title, frames).rstrip()
             yield from (f"  {line}" for line in f"{text[:1].upper()}{text[1:]}".splitlines())
         if idle:
             yield f"  and {idle} thread{'s' * (idle > 1)} with nothing to do (--all shows them)"

@@ -25,8 +25,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import AsyncGeneratorType, FrameType
-from typing import Any, TypeVar
+from types import AsyncGeneratorType, CellType, FrameType
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
@@ -69,10 +69,12 @@ _PARAMETERS = {
 # What waits for items of streams in a task.
 _READERS = (Consumer.fill_async.__code__, Merged.fill_async.__code__)
 _AWAIT = Future.__await__.__code__
+_WAIT = getattr(getattr(asyncio.tasks, "_wait", None), "__code__", None)
 _MAX_FRAMES = 1000
 _MAX_COROUTINES = 1000
 
 T = TypeVar("T")
+Wakers: TypeAlias = dict[Any, list[asyncio.Task[Any]]]
 
 
 def activities(agent: Agent) -> list[Activity]:
@@ -109,6 +111,7 @@ def activities(agent: Agent) -> list[Activity]:
         found.append(activity)
         running.add(activity.request)
     found += [each for each in _coroutines(agent) if each.request not in running]
+    found += _futures_returned(agent)
     return found + [_reading(agent, each, streams) for each, streams in reads.items()]
 
 
@@ -151,7 +154,9 @@ def _reading(agent: Agent, task: Any, streams: list[int]) -> Activity:
     """Describes a task of the program's own that reads streams; or a thread that has ended."""
     if not isinstance(task, asyncio.Task) or task.done():
         return Activity("what has ended", [])
-    return _of_coroutine(agent, task.get_coro(), task, None, streams)
+    activity = _of_coroutine(agent, task.get_coro(), task, None, {})
+    activity.reads = streams
+    return activity
 
 
 def _calls_by_thread(agent: Agent) -> dict[int, list[int]]:
@@ -178,29 +183,34 @@ def _coroutines(agent: Agent) -> list[Activity]:
         if task is not None and not task.done():
             coroutines[id(request)] = (request, task.get_coro())
     found = []
+    tasks = [request.scope.task for request, _ in coroutines.values()]
+    wakers = _wakers({task.get_loop() for task in tasks if task is not None})
     for request, coroutine in coroutines.values():
-        found.append(_of_coroutine(agent, coroutine, request.scope.task, request))
+        found.append(_of_coroutine(agent, coroutine, request.scope.task, request, wakers))
         found[-1].task = True
     return found
 
 
+def _futures_returned(agent: Agent) -> list[Activity]:
+    """Returns what the handlers wait for that have returned a future of other calls."""
+    found = []
+    for request in agent.callee.requests.all():
+        returned = request.scope.returned
+        if returned is not None and (calls := _ids([returned()], agent)):
+            found.append(_activity("a future", [], request))
+            found[-1].calls = calls
+    return found
+
+
 def _of_coroutine(
-    agent: Agent, coroutine: Any, task: Any, request: Message | None, reads: Sequence[int] = ()
+    agent: Agent, coroutine: Any, task: Any, request: Message | None, wakers: Wakers
 ) -> Activity:
     """Describes a coroutine that waits."""
     chain = _await_chain(coroutine)
     frames = [each for each in map(_frame_of, reversed(chain)) if each is not None]
     activity = _activity("a coroutine", frames, request)
-    futures = _futures_awaited(chain) or _futures_gathered(task)
-    sources = [
-        source
-        for each in chain
-        if getattr(each, "cr_code", None) in _READERS
-        for source in _held_by(each, (Consumer, Merged))
-    ]
-    activity.any = bool(sources)
-    activity.calls = _ids([*futures, *sources], agent)
-    activity.reads = [*reads]
+    awaited, activity.any = _awaited(chain, task, wakers)
+    activity.calls = _ids(awaited, agent)
     return activity
 
 
@@ -214,13 +224,16 @@ def _coming(agent: Agent) -> list[tuple[Message, Any]]:
 
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
     """Returns the numbers of the outstanding calls of an agent that futures stand for."""
-    calls = [call for each in futures for call in _calls_of(each)]
     known = agent.caller.calls
     return [
         call.call_id
-        for call in calls
+        for call in _calls(futures)
         if call is not None and not call.settled and known.get(call.call_id) is call
     ]
+
+
+def _calls(futures: Iterable[Any]) -> list[PendingCall | None]:
+    return [call for each in futures for call in _calls_of(each)]
 
 
 def _calls_of(each: Any) -> list[PendingCall | None]:
@@ -332,11 +345,66 @@ def _futures_awaited(chain: Sequence[Any]) -> list[Future[Any]]:
     return _held_by(chain[-1], Future)
 
 
-def _futures_gathered(task: asyncio.Task[Any] | None) -> list[Future[Any]]:
-    """Returns the futures that a task awaits by ``asyncio.gather``."""
-    children = getattr(getattr(task, "_fut_waiter", None), "_children", [])
-    tasks = [child for child in children if isinstance(child, asyncio.Task)]
-    return [future for each in tasks for future in _futures_awaited(_await_chain(each.get_coro()))]
+def _awaited(
+    chain: Sequence[Any], task: asyncio.Task[Any] | None, wakers: Wakers
+) -> tuple[list[Any], bool]:
+    """Returns the futures and streams that a task awaits, and whether one of them is enough.
+
+    It may await them by tasks of its own, in ``asyncio.gather`` or a ``TaskGroup``, for example.
+    """
+    sources = [
+        source
+        for each in chain
+        if getattr(each, "cr_code", None) in _READERS
+        for source in _held_by(each, (Consumer, Merged))
+    ]
+    futures = _futures_awaited(chain)
+    if futures or sources:
+        return [*futures, *sources], bool(sources)
+    found: list[Any] = []
+    one_is_enough = _is_for_first(chain)
+    for other in wakers.get(getattr(task, "_fut_waiter", None), ()):
+        awaited, any_of_these = _awaited(_await_chain(other.get_coro()), other, wakers)
+        if one_is_enough and all(call is None or call.settled for call in _calls(awaited)):
+            return [], False  # this one may be done at any time
+        found += awaited
+        one_is_enough = one_is_enough or any_of_these
+    return found, one_is_enough
+
+
+def _is_for_first(chain: Sequence[Any]) -> bool:
+    """Returns whether a coroutine is in an ``asyncio.wait`` that ends before all tasks have."""
+    if not chain or _WAIT is None or getattr(chain[-1], "cr_code", None) is not _WAIT:
+        return False
+    held = (each for cell in _held_by(chain[-1], CellType) for each in gc.get_referents(cell))
+    return not any(each is asyncio.ALL_COMPLETED for each in held)
+
+
+def _wakers(loops: Iterable[asyncio.AbstractEventLoop]) -> Wakers:
+    """Returns the tasks of event loops, by the futures that are done at their end."""
+    found: Wakers = defaultdict(list)
+    for task in [each for loop in loops for each in asyncio.all_tasks(loop)]:
+        found[task].append(task)
+        for callback, _ in getattr(task, "_callbacks", None) or ():
+            for future in _completed_by(callback):
+                found[future].append(task)
+    return found
+
+
+def _completed_by(callback: Any) -> Iterable[asyncio.Future[Any]]:
+    """Returns the futures that asyncio completes in the callback of a task.
+
+    ``gather``, ``wait`` and ``shield`` have closures, a ``TaskGroup`` has a method, and
+    ``wait_for`` of Python 3.11 a ``partial``.
+    """
+    function = getattr(callback, "func", callback)
+    if not str(getattr(function, "__module__", "")).startswith("asyncio."):
+        return ()
+    cells = getattr(function, "__closure__", None) or ()
+    held = [each for cell in cells for each in gc.get_referents(cell)]
+    held += getattr(callback, "args", ())
+    held.append(getattr(getattr(function, "__self__", None), "_on_completed_fut", None))
+    return [each for each in held if isinstance(each, asyncio.Future)]
 
 
 def _held_by(coroutine: Any, kind: type[T] | tuple[type[T], ...]) -> list[T]:

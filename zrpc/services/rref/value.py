@@ -122,6 +122,16 @@ class OwnedValue:
                 return
         follower()
 
+    def before_others(self, follower: Callable[[], None]) -> bool:
+        """Calls ``follower()`` before what else waits for the value; False if there is one already.
+
+        It runs in the thread that sets the value.
+        """
+        with uninterrupted, self._lock:
+            if not self.ready:
+                self._followers = [(follower, None), *(self._followers or ())]
+            return not self.ready
+
     def get(self, timeout: float = 0) -> Any:
         """Waits for the value and returns it, or raises the error.
 

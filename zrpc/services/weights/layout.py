@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zrpc.errors import RpcError
+
 __all__ = ["Layout", "Model", "tensors_of"]
 
 # What can be published, and loaded: a module, or tensors by name.
@@ -161,14 +163,19 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_NAMED_IN_ERROR]) + (f" and {left} more" if left > 0 else "")
 
 
-def tensors_of(model: Model) -> dict[str, torch.Tensor]:
+def tensors_of(model: Model, in_context: bool = False) -> dict[str, torch.Tensor]:
     """Returns the tensors of a model by name: the memory itself, not copies.
 
     Of a module these are its parameters and those buffers that ``state_dict`` has, a tied parameter
     under each of its names.
 
+    Args:
+        model: the module or mapping.
+        in_context: whether this thread is in an autograd context.
+
     Raises:
         TypeError: it is no module or mapping, or has something that isn't a plain tensor.
+        RpcError: gradients in the context would be lost, since a tensor was computed from others.
     """
     if isinstance(model, torch.nn.Module):
         tensors = dict(_tensors_of_module(model))
@@ -187,6 +194,12 @@ def tensors_of(model: Model) -> dict[str, torch.Tensor]:
             raise TypeError(f"expected {name} to have memory, found it on the device 'meta'")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
             raise TypeError(f"expected a dense tensor as {name}, found {tensor.layout}")
+        if in_context and tensor.grad_fn is not None:
+            raise RpcError(
+                f"expected {name} without a graph, found a tensor computed from others that need "
+                "gradients, in an autograd context: published weights carry no gradients, so pass "
+                "tensor.detach()"
+            )
     return tensors
 
 

@@ -45,7 +45,8 @@ class Publisher:
         for no subscriber. Versions grow, by one from push to push.
 
         Raises:
-            RpcError: the publisher is closed.
+            RpcError: the publisher is closed. Or, within an autograd context, a tensor was computed
+                from others that need gradients: these are not carried, so publish a detached one.
             MemoryError: there is no memory for another version; the one before stays the newest.
             ValueError: the model's tensors have other names, shapes or dtypes than at first, or
                 tied ones are tied no longer.
@@ -55,7 +56,7 @@ class Publisher:
                 raise has_shut_down()
             if self._model is None:
                 raise RpcError(f"the publisher of {self.name!r} is closed: publish the model again")
-            tensors = tensors_of(self._model)
+            tensors = tensors_of(self._model, self._service.agent.codec.has_context())
             self._layout.check(tensors, repr(self.name))
             self._layout.check_ties(tensors)
             flat = self._service.room(self._layout.size)

@@ -84,7 +84,9 @@ class Subscriber:
             RpcTimeoutError: there was no such version in time.
             WorkerDied: the publisher is lost, and this subscriber has no version that is new
                 enough. That is raised once; then loads wait for the next publisher.
-            RpcError: in the same case, the publisher was closed. Or this subscriber is.
+            RpcError: in the same case, the publisher was closed. Or this subscriber is. Or, within
+                an autograd context, a tensor of ``model`` was computed from others that need
+                gradients.
             ValueError: names, shapes or dtypes of the model differ; the error lists them.
             TypeError: ``model`` is something else.
 
@@ -99,7 +101,7 @@ class Subscriber:
             >>> published.close()
         """
         seconds = checked_timeout("timeout", timeout) or LONGEST_TIMEOUT
-        tensors = tensors_of(model)
+        tensors = tensors_of(model, self._service.agent.codec.has_context())
         self._check_open()
         try:
             found = self._find(max(at_least or 1, 1), monotonic() + seconds)
