@@ -78,3 +78,16 @@ def test_a_stream_that_waits_is_refused_when_its_actor_is_stopped(caller: Mesh) 
     assert caught.value.executed is False
     assert list(first) == list(range(1, 10))
     stopped.wait()
+
+
+def test_a_stop_by_the_reader_of_a_stream_no_longer_waits_but_takes_effect(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Model)
+    with model.rpc_stream(prefetch=2).generate(10) as stream:
+        assert next(stream) == 0
+        with pytest.raises(zrpc.RpcError, match=r"generate.* The actor is stopped") as caught:
+            model.stop()
+        assert caught.value.executed is None
+        with pytest.raises(zrpc.RpcError, match="was stopped"):
+            model.rpc_sync().count_open()
+        assert list(stream) == list(range(1, 10))
+    model.stop()  # ends after the stop before

@@ -116,7 +116,8 @@ class ActorService(Service):
         error = was_stopped(mailbox.title, self.agent.worker_info.name, by)
         sink = ActorSink(mailbox, _StopSink(callee, value, mailbox.stopped or error))
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
-        do(mailbox.stop(error, (request, begin, partial(callee.refuse, request))))
+        # If it fails while it waits for the end, it has stopped the actor nevertheless.
+        do(mailbox.stop(error, (request, begin, partial(callee.answer_error, request))))
 
 
 def _why_no_actor(value: OwnedValue) -> BaseException:

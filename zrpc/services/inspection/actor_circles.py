@@ -105,7 +105,8 @@ class ActorCircles:
             if mailbox is not None and any(
                 request in waiting and _all_wait(running) for running, waiting in mailbox.look()
             ):
-                for step in mailbox.refuse(request.scope, circle.error()):
+                error = circle.error(stops=request.kind == Kind.STOP)
+                for step in mailbox.refuse(request.scope, error):
                     step()
 
 

@@ -37,14 +37,23 @@ class Circle(NamedTuple):
     calls: Sequence[tuple[MemberId, int]]
     text: str
 
-    def error(self) -> RpcError:
-        """Returns the error of these calls."""
-        error = RpcError(
-            f"actors wait in a circle, so that none of these calls could go on: {self.text} This "
-            "call was not begun, so that the others go on. Make it later (after a stream's end, or "
-            "its close()), or mark a method of the circle with @zrpc.concurrent"
+    def error(self, stops: bool = False) -> RpcError:
+        """Returns the error of one of these calls.
+
+        Args:
+            stops: whether it is a ``stop()``, which takes effect nevertheless.
+        """
+        consequence = (
+            "The actor is stopped, and ends when the others have ended: this call no longer waits"
+            if stops
+            else "This call was not begun, so that the others go on. Make it later (after a "
+            "stream's end, or its close()), or mark a method of the circle with @zrpc.concurrent"
         )
-        error.executed = False
+        error = RpcError(
+            "actors wait in a circle, so that none of these calls could go on: "
+            f"{self.text} {consequence}"
+        )
+        error.executed = None if stops else False
         return error
 
     def dump(self) -> bytes:
