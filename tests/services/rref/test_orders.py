@@ -164,7 +164,7 @@ def test_a_call_that_its_owner_can_not_read(
                 zrpc.rpc_sync("worker2", type, args=(rref,))
             until(lambda: not len(mesh.agent(0).caller.calls), "the call is answered")
         with pytest.raises(OSError, match="Too many open files"):
-            rref.to_here(timeout=1)
+            rref.to_here(timeout=20)
         del rref
         rest(mesh)
     assert_empty(mesh)
