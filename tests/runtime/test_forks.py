@@ -1,0 +1,88 @@
+"""Locks that a process has only once, and a forked child that lacks the thread which held one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pkgutil
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+import zrpc
+from tests.support.waiting import SOON, until
+from zrpc.runtime.interrupts import UninterruptedLock
+
+LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition, UninterruptedLock
+# Their main programs run when they are imported.
+PROGRAMS = "__main__"
+
+
+def names_of_locks() -> Iterator[tuple[str, ...]]:
+    """Yields the module, and the names in it, of each lock of a module or of a class."""
+    for module in [each for name, each in sys.modules.items() if f"{name}.".startswith("zrpc.")]:
+        for name, value in vars(module).items():
+            if isinstance(value, LOCKS):
+                yield module.__name__, name
+            elif isinstance(value, type) and value.__module__ == module.__name__:
+                for attribute, held in vars(value).items():
+                    if isinstance(held, LOCKS):
+                        yield module.__name__, name, attribute
+
+
+def lock_of(module: str, *names: str) -> Any:
+    found: Any = sys.modules[module]
+    for name in names:
+        found = getattr(found, name)
+    return found
+
+
+def is_free(lock: Any) -> bool:
+    """Returns whether this thread can have a lock at once."""
+    taken: list[bool] = []
+
+    def take() -> None:
+        with lock:
+            taken.append(True)
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    thread.join(1.0)
+    return bool(taken)
+
+
+@pytest.mark.system
+def test_all_locks_of_modules_are_free_in_a_forked_child() -> None:
+    for module in pkgutil.walk_packages(zrpc.__path__, "zrpc."):
+        if "bench" not in module.name and not module.name.endswith(PROGRAMS):
+            importlib.import_module(module.name)
+    locks = {id(lock_of(*each)): each for each in names_of_locks() if "bench" not in each[0]}
+    names = list(locks.values())  # each lock once, though several modules may have its name
+    assert len(names) > 5
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with ExitStack() as stack:
+            for each in names:
+                stack.enter_context(lock_of(*each))
+            held.set()
+            done.wait(SOON)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert held.wait(SOON)
+    child = os.fork()
+    if child == 0:
+        busy = [".".join(each) for each in names if not is_free(lock_of(*each))]
+        print("held in the child:", *busy, file=sys.stderr, flush=True)
+        os._exit(len(busy))
+    try:
+        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+    finally:
+        done.set()
+        thread.join(SOON)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
