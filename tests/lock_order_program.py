@@ -34,6 +34,9 @@ class _NotedLock:
             held.append(self)
         return taken
 
+    def _at_fork_reinit(self) -> None:
+        self._lock._at_fork_reinit()
+
     def release(self) -> None:
         held = _held.__dict__.setdefault("locks", [])
         if self in held:
