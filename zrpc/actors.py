@@ -217,9 +217,7 @@ def options_of(cls: Any, instance: Any = None) -> ActorOptions | None:
     found = _mark(cls) or (None if instance is None else _mark(type(instance)))
     if found is None:
         return None
-    made = type(instance) if instance is not None else getattr(cls, "cls", cls)
-    if isinstance(made, _ALIASES):
-        made = made.__origin__
+    made = _class_of(type(instance) if instance is not None else getattr(cls, "cls", cls))
     return ActorOptions(*found, getattr(made, "__name__", str(made)), _methods_beside(made))
 
 
@@ -231,9 +229,13 @@ def as_actor_class(function: Any) -> Any:
     return ActorClass(function, *marks)
 
 
+def _class_of(cls: Any) -> Any:
+    """Returns the class itself in place of one with parameters, such as ``Queue[int]``."""
+    return cls.__origin__ if isinstance(cls, _ALIASES) else cls
+
+
 def _mark(cls: Any) -> tuple[int, bool] | None:
-    if isinstance(cls, _ALIASES):
-        cls = cls.__origin__
+    cls = _class_of(cls)
     # Not by getattr: an instance of a marked class may be called, too, and makes no actor.
     if isinstance(cls, type) or type(cls) is ActorClass:
         found: tuple[int, bool] | None = getattr(cls, _OPTIONS, None)

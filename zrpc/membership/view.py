@@ -128,6 +128,10 @@ class Membership:
         found = self._by_name.get(gone.name)
         return None if found is None or found.member_id in self.lost else found
 
+    def is_gone(self, member: MemberId) -> bool:
+        """Returns whether a member is lost, or was gone before this worker came."""
+        return member in self.lost or member not in self.infos
+
     def _advice(self, to: object) -> str:
         """Returns which workers there are, and what may be wrong with an unknown one."""
         infos = list(self._by_rank.values())

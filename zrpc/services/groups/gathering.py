@@ -65,11 +65,11 @@ def _await_workers(agent: Agent, pattern: str, size: int | None, timeout: float)
     scope = current_scope()
     timeout = timeout if scope is None else scope.bounded(timeout)
     deadline = monotonic() + timeout
-    service = agent.service(GroupService)
-    handle = agent.joined.add(service.ring)
+    gates = agent.service(GroupService).gates
+    handle = agent.joined.add(lambda _: gates.open())
     try:
         while True:
-            gate = service.gate()  # first: a worker that joins after the look opens it
+            gate = gates.add()  # first: a worker that joins after the look opens it
             names = names_that_match(agent, pattern)
             if len(names) >= size:
                 return names
@@ -83,4 +83,4 @@ def _await_workers(agent: Agent, pattern: str, size: int | None, timeout: float)
                 )
     finally:
         handle.remove()
-        service.ring()  # the last gate is no longer waited for
+        gates.open()  # the last gate is no longer waited for

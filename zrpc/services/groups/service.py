@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -13,6 +12,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
+from zrpc.runtime.gates import Gates
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.groups.ticket import NUMBER
 from zrpc.services.shm.service import SharedMemoryService
@@ -28,15 +28,15 @@ class GroupService(Service):
 
     Attributes:
         shm: has what several members of this host read.
+        gates: of the threads that wait for workers to join.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self.shm = agent.service(SharedMemoryService)
-        # Guards what follows. Gates are opened without it.
+        self.gates = Gates()
+        # Guards what follows.
         self._lock = UninterruptedLock()
-        self._gates: list[threading.Lock] = []
-        self._closed = False
         self._counts = {"group_bytes_packed": 0, "group_bytes_sent": 0}
         self._numbers = itertools.count(1)
         # The parts that calls in flight name, and the relays that have got each. The calls keep
@@ -84,26 +84,9 @@ class GroupService(Service):
             for relay in relays:
                 self.agent.outbox.post(relay, Message(Kind.UNNEEDED, body=NUMBER.pack(number)))
 
-    def gate(self) -> threading.Lock:
-        """Returns a gate that `ring` opens, and the end of this worker."""
-        gate = threading.Lock()
-        with self._lock:
-            if not self._closed:
-                gate.acquire()
-                self._gates.append(gate)
-        return gate
-
-    def ring(self, _joined: object = None) -> None:
-        """Opens all gates: a worker has joined."""
-        with self._lock:
-            gates, self._gates = self._gates, []
-        for gate in gates:
-            gate.release()
-
     @override
     def close(self) -> None:
-        self._closed = True
-        self.ring()
+        self.gates.end()
 
     @override
     def stats(self) -> Mapping[str, int]:

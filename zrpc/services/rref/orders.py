@@ -168,7 +168,7 @@ class ActorOrders:
         if order is None:
             raise self._service.owner_died(rref._owner)
         advice, maker = "make it again on a worker that lives", rref._rref_id.created_on
-        if order.label.restarts and self._is_lost(maker):
+        if order.label.restarts and membership.is_gone(maker):
             advice = f"the worker that made it is lost too: {advice}"
         elif order.label.restarts:
             name = membership.infos[maker].name
@@ -188,19 +188,21 @@ class ActorOrders:
 
     def follow(self, rref_ids: Collection[RRefId]) -> None:
         """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
-        service, owners = self._service, dict[RRefId, MemberId]()
+        service, membership = self._service, self._agent.membership
+        owners: dict[RRefId, MemberId] = {}
         moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
         with service.lock:
             for rref_id in rref_ids:
                 order = self._orders.get(rref_id)
                 if order is None or not order.label.restarts:
                     continue
-                if self._is_lost(order.owner.member_id) and not self._is_lost(rref_id.created_on):
-                    successor = self._agent.membership.successor(order.owner)
+                gone = membership.is_gone(order.owner.member_id)
+                if gone and not membership.is_gone(rref_id.created_on):
+                    successor = membership.successor(order.owner)
                     if successor is not None:
                         order.move(successor, next(self._series))
                         moved.append((rref_id, order, successor))
-                if not self._is_lost(order.owner.member_id):
+                if not membership.is_gone(order.owner.member_id):
                     owners[rref_id] = order.owner.member_id
             # Also those forks that have come since an order was moved.
             service.references.move(owners)
@@ -210,10 +212,6 @@ class ActorOrders:
                 self._agent.receiver.run(partial(self._make, *each))  # it may wait for room
             else:
                 self._agent.completions.submit(partial(self._ask_maker, *each))
-
-    def _is_lost(self, member: MemberId) -> bool:
-        membership = self._agent.membership
-        return member in membership.lost or member not in membership.infos
 
     # -- at the maker, and calls to it ---------------------------------------------------------
 
@@ -274,7 +272,7 @@ class ActorOrders:
     def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""
         maker = rref._rref_id.created_on
-        if self._is_lost(maker):
+        if self._agent.membership.is_gone(maker):
             return None
         if maker == self._service.member:
             found = self.forget(rref._rref_id)
@@ -285,7 +283,7 @@ class ActorOrders:
                 found = self._agent.caller.call(info, Kind.CALL, body, timeout)
             except WorkerDied:
                 return None
-        if found is None or self._is_lost(found):
+        if found is None or self._agent.membership.is_gone(found):
             return None
         return self._agent.membership.infos[found]
 

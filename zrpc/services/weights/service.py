@@ -25,6 +25,7 @@ from zrpc.calls.future import Future
 from zrpc.errors import RpcError, RpcTimeoutError
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.gates import Gates
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.service import LEAST_BYTES, SharedMemoryService
@@ -62,12 +63,11 @@ class WeightsService(Service):
         super().__init__(agent)
         # Guards what follows; nothing is sent and no other lock is taken while it is held.
         self._lock = UninterruptedLock()
-        self.publications = Publications(self._is_lost)
+        self.publications = Publications(agent.membership.is_gone)
         self._published: dict[PublicationId, Versions] = {}
         self._copies: dict[PublicationId, HostCopy] = {}
         self.subscribers: weakref.WeakSet[_Holder] = weakref.WeakSet()
-        # What waits for a publication to begin.
-        self._gates: list[threading.Lock] = []
+        self._gates = Gates()  # of the threads that wait for a publication to begin
         self._numbers = itertools.count(1)
         self._hook: RemovableHandle | None = None
         self._told: frozenset[MemberId] | None = None  # see `_watch_joins`
@@ -80,10 +80,6 @@ class WeightsService(Service):
     def own_id(self) -> MemberId:
         """This worker."""
         return self.agent.membership.own_id
-
-    def _is_lost(self, member: MemberId) -> bool:
-        membership = self.agent.membership  # one that was gone before this one came is in neither
-        return member in membership.lost or member not in membership.infos
 
     # -- names -----------------------------------------------------------------------------
 
@@ -203,9 +199,7 @@ class WeightsService(Service):
         self._watch_joins(self.agent.membership.living)
         with self._lock:
             self.publications.learn(name, id, before, last)
-            gates, self._gates = self._gates, []
-        for gate in gates:
-            gate.release()
+        self._gates.open()
 
     def end(self, name: str, id: PublicationId, last: int | None = None) -> None:
         """Learns that a publication has ended; see `Publications.end`."""
@@ -224,20 +218,15 @@ class WeightsService(Service):
 
     def wait_for_news(self, name: str, deadline: float) -> bool:
         """Waits until a publication is announced; returns False if the deadline passes first."""
-        gate = threading.Lock()
-        gate.acquire()
-        with self._lock:
-            self._gates.append(gate)
-            closed = self.closed
+        gate = self._gates.add()
         try:
-            if not (passed := closed or self.latest(name)[1]):
+            if not (passed := self.closed or self.latest(name)[1]):
                 passed = not self._over and pass_gate(gate, _left(deadline))
             if self._over and not self.latest(name)[1]:
                 raise _over()
             return passed
         finally:
-            with self._lock, contextlib.suppress(ValueError):  # it was passed
-                self._gates.remove(gate)
+            self._gates.forget(gate)
 
     # -- versions --------------------------------------------------------------------------
 
@@ -350,10 +339,8 @@ class WeightsService(Service):
             return
         with self._lock:
             self._over = True
-            gates, self._gates = self._gates, []
             published = list(self._published.values())
-        for gate in gates:
-            gate.release()
+        self._gates.open()
         for versions in published:
             if versions.waits_for():
                 self.agent.completions.submit(partial(versions.fail, _over()))
@@ -373,11 +360,9 @@ class WeightsService(Service):
             ended += [copy.versions for copy in self._copies.values()]
             self._published.clear()
             self._copies.clear()
-            gates, self._gates = self._gates, []
         if self._hook is not None:
             self._hook.remove()
-        for gate in gates:
-            gate.release()
+        self._gates.end()
         for versions in ended:
             versions.end()
         for subscriber in list(self.subscribers):
