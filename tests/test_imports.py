@@ -76,8 +76,8 @@ NEIGHBOURS = {
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
 _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
-        garbage_collector gates green_threads interrupts leader_follower processor_time resource_limits
-        switch_interval thread_errors thread_frames thread_pool torch_modes""",
+        garbage_collector gates green_threads interrupts leader_follower processor_time
+        resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
     "zrpc.wire": "cut exceptions graph_capture kind member_id message parts pickling unpickling",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, TypeVar, overload
+from typing import Any, TypeAlias, TypeVar, overload
 
 from zrpc.agent.current import current_agent
 from zrpc.api import Args, Kwargs, To, _body
@@ -15,22 +15,14 @@ from zrpc.services.streams.stream import Stream
 __all__ = ["Stream", "rpc_stream"]
 
 R = TypeVar("R")
+# What the function of a stream returns.
+Items: TypeAlias = Iterator[R] | AsyncIterator[R]
 
 
 @overload
 def rpc_stream(
     to: To,
-    func: Callable[..., Iterator[R]],
-    args: Args = ...,
-    kwargs: Kwargs = ...,
-    timeout: float = ...,
-    prefetch: int = ...,
-    deadline: float = ...,
-) -> Stream[R]: ...
-@overload
-def rpc_stream(
-    to: To,
-    func: Callable[..., AsyncIterator[R]],
+    func: Callable[..., Items[R]],
     args: Args = ...,
     kwargs: Kwargs = ...,
     timeout: float = ...,
@@ -40,17 +32,7 @@ def rpc_stream(
 @overload
 def rpc_stream(
     to: WorkerGroup,
-    func: Callable[..., Iterator[R]],
-    args: Args = ...,
-    kwargs: Kwargs = ...,
-    timeout: float = ...,
-    prefetch: int = ...,
-    deadline: float = ...,
-) -> Stream[tuple[int, R]]: ...
-@overload
-def rpc_stream(
-    to: WorkerGroup,
-    func: Callable[..., AsyncIterator[R]],
+    func: Callable[..., Items[R]],
     args: Args = ...,
     kwargs: Kwargs = ...,
     timeout: float = ...,

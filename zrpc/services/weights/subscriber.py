@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Mapping
 from datetime import timedelta
 from time import monotonic
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -233,12 +232,7 @@ class Subscriber:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
