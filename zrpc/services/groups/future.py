@@ -59,8 +59,9 @@ class GroupFuture(Future[list[T]]):
             try:
                 results[place] = part.value()
             except Exception as error:
-                failed[place] = error.with_traceback(None)  # that of here says nothing,
-                error.__suppress_context__ = True  # nor does what this thread handles meanwhile
+                # Neither this frame, nor what this thread handles meanwhile, explains the error.
+                failed[place] = error.with_traceback(None)
+                error.__suppress_context__ = True
             except BaseException as error:  # the outcome of a test, say
                 errors.append(error)
         if failed and not errors:

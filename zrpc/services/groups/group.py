@@ -122,9 +122,7 @@ class WorkerGroup(Group[str]):
     def call_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         """Does what `zrpc.rpc_async` does for a group."""
         agent = current_agent()
-        target = partial(_worker, agent)
-        targets = [target(agent.membership.find(name)) for name in self._found()]
-        joining = None if self._pattern is None else Joining(self._pattern, target)
+        targets, joining = self._called(agent, partial(_worker, agent))
         return call_each(agent, targets, body, timeout, joining)
 
     def stream(self, body: Any, timeout: float, prefetch: int, deadline: float) -> Stream[Any]:
@@ -138,23 +136,24 @@ class WorkerGroup(Group[str]):
 
             return Target(info, info.name, ask)
 
-        targets = [target(agent.membership.find(name)) for name in self._found()]
-        joining = None if self._pattern is None else Joining(self._pattern, target)
+        targets, joining = self._called(agent, target)
         return stream_each(agent, targets, body, timeout, deadline, joining)
 
     def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
         """Does what `zrpc.remote` does for a group."""
         agent = current_agent()
-        targets = []
         body = as_actor_class(body[0]), *body[1:]
-        for name in self._found():
-            info = agent.membership.find(name)
-            create = partial(RRef._create, agent, info, made_by=body[0])
-            targets.append(Target(info, name, create))
+
+        def target(info: WorkerInfo) -> Target:
+            return Target(info, info.name, partial(RRef._create, agent, info, made_by=body[0]))
+
+        targets, _ = self._called(agent, target)
         return RRefGroup(make_each(agent, targets, body, timeout))
 
-    def _found(self) -> Sequence[str]:
-        """Returns the members, for a call.
+    def _called(
+        self, agent: Agent, target: Callable[[WorkerInfo], Target]
+    ) -> tuple[list[Target], Joining | None]:
+        """Returns the targets of a call, and of workers that join meanwhile.
 
         Raises:
             RpcError: no worker matches the pattern any longer.
@@ -164,7 +163,8 @@ class WorkerGroup(Group[str]):
             raise RpcError(
                 f"expected workers whose names match {self._pattern!r}, found none in the mesh now"
             )
-        return members
+        joining = None if self._pattern is None else Joining(self._pattern, target)
+        return [target(agent.membership.find(name)) for name in members], joining
 
 
 def _worker(agent: Agent, info: WorkerInfo) -> Target:

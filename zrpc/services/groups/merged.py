@@ -68,7 +68,7 @@ class Merged:
         # A place is appended before wakers are taken, and a waker before the places are looked at.
         self._ready: deque[int] = deque()
         self._wakers: deque[Callable[[], object]] = deque()
-        # Guards what follows. That of the sharer may be held; no other is taken while it is held.
+        # Guards what follows. The sharer's lock may be held; no other is taken while it is held.
         self._lock = UninterruptedLock()
         self._streams: dict[int, tuple[Stream[Any], Consumer]] = {}
         self._left = len(names)  # places that have not come to their ends
@@ -368,25 +368,21 @@ def merge(
     joining: Joining | None,
 ) -> Merged:
     """Calls a generator of each member, and returns what reads all of them."""
-    if bodies.shared is None:
-        names = [target.name for _, target in sorted(targets)]
-        merged = Merged(agent, bodies.name, names, "members of the group", timeout)
-    else:
-        names = [f"item {number}" for number in range(len(bodies.shared.items))]
-        merged = Merged(agent, bodies.name, names, "items", timeout)
+    share, what = bodies.shared, "members of the group"
+    names = [target.name for _, target in sorted(targets)]
+    if share is not None:
+        names, what = [f"item {number}" for number in range(len(share.items))], "items"
+    merged = Merged(agent, bodies.name, names, what, timeout)
     try:
-        if bodies.shared is None:
-            for place, target in targets:
-                try:
-                    merged.add(place, target.ask(bodies.body(place), deadline.left()))
-                except Exception as error:  # of this member only: the others are called
-                    merged.fail(place, error)
+        if share is not None:
+            merged.sharer = StreamSharer(merged, agent, targets, bodies, share.items, deadline)
+            merged.sharer.begin(joining)
             return merged
-        sharer = StreamSharer(merged, agent, targets, bodies, bodies.shared.items, deadline)
-        merged.sharer = sharer
-        if joining is not None:
-            sharer.follow(joining)
-        sharer.go_on()
+        for place, target in targets:
+            try:
+                merged.add(place, target.ask(bodies.body(place), deadline.left()))
+            except Exception as error:  # of this member only: the others are called
+                merged.fail(place, error)
     except BaseException:  # Ctrl-C: nobody gets the stream
         merged.close()
         raise

@@ -75,11 +75,13 @@ class Sharer(ABC):
         self._handle: Any = None
         self._lost: WorkerDied | None = None
 
-    def follow(self, joining: Joining) -> None:
-        """Uses workers that join from now on, if they belong to the group."""
-        self._handle = self._agent.joined.add(partial(self._on_joined, joining))
-        if self._bodies is None:
-            self._handle.remove()
+    def begin(self, joining: Joining | None) -> None:
+        """Gives items to all members; also to workers that join later and belong to the group."""
+        if joining is not None:
+            self._handle = self._agent.joined.add(partial(self._on_joined, joining))
+            if self._bodies is None:
+                self._handle.remove()
+        self.go_on()
 
     def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
         with self._lock:
@@ -134,8 +136,12 @@ class Sharer(ABC):
             target, body = self._targets[place], bodies.body(place, self._items[item])
             self._give(item, target, body, self._deadline.left())
         except Exception as error:
-            if not self._end(item, error):
-                self._fail(item, without_frames(error))
+            self._on_error(item, error)
+
+    def _on_error(self, item: int, error: Exception) -> None:
+        """Fails an item whose member has failed, unless another member gets it."""
+        if not self._end(item, error):
+            self._fail(item, without_frames(error))
 
     @abstractmethod
     def _give(self, item: int, target: Target, body: Any, seconds: float) -> None:
@@ -221,21 +227,17 @@ class _CallSharer(Sharer):
         try:
             value = call.value()
         except Exception as error:
-            if not self._end(item, error):
-                self._fail(item, without_frames(error))
+            self._on_error(item, error)
         except BaseException as error:  # the outcome of a test, say
             self._end(item)
-            self._keep(item, error)
+            self._fail(item, error)
         else:
             self._end(item)
             self.parts[item]._complete_by(self.parts[item]._claim, value)
         self.go_on()
 
     @override
-    def _fail(self, item: int, error: Exception) -> None:
-        self._keep(item, error)
-
-    def _keep(self, item: int, error: BaseException) -> None:
+    def _fail(self, item: int, error: BaseException) -> None:
         part = self.parts[item]
         with uninterrupted:  # as `Future` does it
             if part._claim():
@@ -273,10 +275,8 @@ def share_out(
     """
     sharer = _CallSharer(agent, targets, bodies, share.items, deadline)
     future = _SharedFuture(sharer)
-    if joining is not None:
-        sharer.follow(joining)
     try:
-        sharer.go_on()
+        sharer.begin(joining)
     except BaseException:  # Ctrl-C: nobody gets the future
         future.cancel()
         raise
