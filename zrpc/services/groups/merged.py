@@ -8,11 +8,10 @@ again. So the members take turns, and none is looked at that has nothing.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -28,13 +27,14 @@ from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.shared_call import Sharer
 from zrpc.services.groups.target import Deadline, Joining, Target
-from zrpc.services.streams.consumer import Consumer, present_reader, wake
+from zrpc.services.streams.consumer import Consumer
+from zrpc.services.streams.source import Source, present_reader
 from zrpc.services.streams.stream import Stream
 
 __all__ = ["Merged", "merge"]
 
 
-class Merged:
+class Merged(Source):
     """The items of several streams. Any thread may call its methods.
 
     Args:
@@ -46,7 +46,6 @@ class Merged:
 
     Attributes:
         items: those that can be taken at once: each with its place.
-        name: the same.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
         read_by: by whom; see `present_reader`.
         sharer: gives out the items of `zrpc.share`; None if each place has its stream already.
@@ -56,7 +55,7 @@ class Merged:
         self, agent: Agent, name: str, names: Sequence[str], what: str, timeout: float
     ) -> None:
         self._agent = agent
-        self.name = name
+        self._name = name
         self._names = names
         self._what = what
         self._timeout = timeout
@@ -76,7 +75,7 @@ class Merged:
         self._closed = False
         # For how long the reader has waited when a place last gave an item; see `_waited`.
         self._asked: dict[int, float] = {}
-        self._waiting = 0
+        self._waits: set[Callable[[], object]] = set()  # the wakers of those who wait
         self._waited_before = self._waits_since = 0.0
 
     # -- the streams -------------------------------------------------------------------------
@@ -118,7 +117,7 @@ class Merged:
 
         If a member is done with its item, another thread gives it the next one.
         """
-        taken_at_once = self._waiting and consumer.returned
+        taken_at_once = self.is_awaited and consumer.returned
         self._list(place)
         if self.sharer is not None and consumer.complete and not taken_at_once:
             self._agent.caller.complete(self.sharer.go_on)
@@ -157,10 +156,18 @@ class Merged:
     # -- the reader --------------------------------------------------------------------------
 
     @property
+    @override
+    def name(self) -> str:
+        """What the program called."""
+        return self._name
+
+    @property
+    @override
     def is_awaited(self) -> bool:
         """Whether a thread or a task waits for an item."""
-        return self._waiting > 0
+        return bool(self._waits)
 
+    @override
     def close(self) -> None:
         """Ends all streams at once."""
         with self._lock:
@@ -174,45 +181,22 @@ class Merged:
             stream.close()
         self._ring()
 
-    def fill(self) -> None:
-        """Waits until there are items, in this thread.
+    @override
+    def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
+        # What `zrpc stacks` shows is read from this frame.
+        own, receive = self._agent.membership.own_id, None
+        if current_pool() is None and all(call.peer != own for call in self.calls):
+            receive = self._agent.receiver.receive
+        pass_gate(gate, -1 if seconds is None else seconds, receive)
+
+    @override
+    def has_items(self) -> bool:
+        """Takes the next item, if there is one; returns whether there is.
 
         Raises:
             StopIteration: there are none left.
             GroupError: some of the streams have failed; all have come to their ends.
         """
-        while not self._take():
-            gate = threading.Lock()
-            gate.acquire()
-            with self._waking(gate.release) as seconds:
-                if seconds is not None:
-                    self._wait(gate, seconds)
-
-    def _wait(self, gate: threading.Lock, seconds: float) -> None:
-        # What `zrpc stacks` shows is read from this frame.
-        own, receive = self._agent.membership.own_id, None
-        if current_pool() is None and all(call.peer != own for call in self.calls):
-            receive = self._agent.receiver.receive
-        pass_gate(gate, seconds, receive)
-
-    async def fill_async(self) -> None:
-        """Waits until there are items, in a task of any event loop; raises what `fill` does.
-
-        Raises:
-            StopAsyncIteration: there are none left.
-        """
-        loop = asyncio.get_running_loop()
-        try:
-            while not self._take():
-                woken = loop.create_future()
-                with self._waking(partial(wake, loop, woken)) as seconds:
-                    if seconds is not None:
-                        await asyncio.wait([woken], timeout=None if seconds < 0 else seconds)
-        except StopIteration:
-            raise StopAsyncIteration from None
-
-    def _take(self) -> bool:
-        """Takes the next item, if there is one; returns whether there is."""
         self.used_at, self.read_by = monotonic(), present_reader()
         try:
             while self._ready:
@@ -263,44 +247,48 @@ class Merged:
             self._after_end()
         return bool(self.items)
 
-    @contextlib.contextmanager
-    def _waking(self, waker: Callable[[], object]) -> Iterator[float | None]:
-        """Calls ``waker`` when there may be items.
+    @override
+    def _will_wake(self, waker: Callable[[], object]) -> bool:
+        with uninterrupted:
+            self._wakers.append(waker)
+            self._note_wait(self._waits.add, waker)
+        return not self._ready and self._left > 0 and not self._closed
 
-        Yields:
-            For how many seconds to wait at most, negative for no limit; None if there may be items.
-        """
-        self._wakers.append(waker)
-        self._count_waiting(1)
-        try:
-            seconds = self._expire()
-            yield None if self._ready or not self._left or self._closed else seconds
-        finally:
-            self._count_waiting(-1)
+    @override
+    def _forget_waker(self, waker: Callable[[], object]) -> None:
+        with uninterrupted:
+            self._note_wait(self._waits.discard, waker)
             with contextlib.suppress(ValueError):  # it was called
                 self._wakers.remove(waker)
 
     # -- the time that the reader waits ------------------------------------------------------
 
-    def _count_waiting(self, change: int) -> None:
+    def _note_wait(
+        self, change: Callable[[Callable[[], object]], None], waker: Callable[[], object]
+    ) -> None:
+        """Notes that a reader begins to wait, or no longer waits."""
         now = monotonic() - self._agent.caller.calls.postponed
         with self._lock:
-            if self._waiting:
+            if self._waits:
                 self._waited_before += now - self._waits_since
             self._waits_since = now
-            self._waiting += change
+            change(waker)
 
     def _waited(self) -> float:
         """Returns for how long readers have waited, in seconds."""
-        if not self._waiting:
+        if not self._waits:
             return self._waited_before
         now = monotonic() - self._agent.caller.calls.postponed
         return self._waited_before + now - self._waits_since
 
-    def _expire(self) -> float:
+    @override
+    def _countdown(self) -> Callable[[], float | None]:
+        return self._expire
+
+    def _expire(self) -> float | None:
         """Ends the streams that have let the reader wait too long; returns when the next is due."""
         if not self._timeout:
-            return -1
+            return None
         now, first = self._waited(), self._timeout
         for place, consumer in self.opened():
             left = self._asked.get(place, now) + self._timeout - now

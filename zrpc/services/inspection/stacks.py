@@ -45,6 +45,7 @@ from zrpc.services.groups.merged import Merged
 from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.service import StreamService
+from zrpc.services.streams.source import Source
 from zrpc.wire.message import Message
 
 __all__ = ["activities", "requests_to_begin", "waiters_of"]
@@ -67,7 +68,7 @@ _PARAMETERS = {
     Arrivals.__next__.__code__: "self",
 }
 # What waits for items of streams in a task.
-_READERS = (Consumer.fill_async.__code__, Merged.fill_async.__code__)
+_FILL = Source.fill_async.__code__
 _AWAIT = Future.__await__.__code__
 _WAIT = getattr(getattr(asyncio.tasks, "_wait", None), "__code__", None)
 _MAX_FRAMES = 1000
@@ -355,7 +356,7 @@ def _awaited(
     sources = [
         source
         for each in chain
-        if getattr(each, "cr_code", None) in _READERS
+        if getattr(each, "cr_code", None) is _FILL
         for source in _held_by(each, (Consumer, Merged))
     ]
     futures = _futures_awaited(chain)

@@ -6,21 +6,17 @@ that wants an item opens a batch, and then takes item by item from a deque.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
+
+from typing_extensions import override
 
 from zrpc.agent.agent import Agent
-from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
     raised_by_handler,
@@ -30,29 +26,14 @@ from zrpc.runtime.interrupts import (
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
+from zrpc.services.streams.source import Source, present_reader
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer", "Reader", "present_reader", "wake"]
+__all__ = ["Consumer"]
 
 
-class Reader(Protocol):
-    """What reads a stream.
-
-    Attributes:
-        used_at: when the program last asked for more, on the clock of ``time.monotonic``.
-        read_by: see `present_reader`.
-    """
-
-    used_at: float
-    read_by: Any
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a thread or a task waits for an item."""
-
-
-class Consumer:
+class Consumer(Source):
     """The items of one stream that have come. Any thread may call its methods.
 
     Args:
@@ -72,7 +53,7 @@ class Consumer:
     """
 
     returned = False
-    reader: Reader | None = None
+    reader: Source | None = None
 
     def __init__(
         self,
@@ -97,6 +78,7 @@ class Consumer:
         self.read_by = present_reader()
 
     @property
+    @override
     def name(self) -> str:
         """What the program called."""
         return self.call.title
@@ -116,7 +98,7 @@ class Consumer:
         """The call, as those of several streams."""
         return [self.call]
 
-    def follow(self, reader: Reader, notify: Callable[[], object]) -> None:
+    def follow(self, reader: Source, notify: Callable[[], object]) -> None:
         """Notifies a reader whenever something has arrived; also now, as it may have."""
         self.reader, self._notify = reader, notify
         notify()
@@ -169,10 +151,12 @@ class Consumer:
     # -- in any thread ---------------------------------------------------------------------
 
     @property
+    @override
     def is_awaited(self) -> bool:
         """Whether a thread or a task waits for an item."""
         return bool(self._wakers)
 
+    @override
     def close(self, outcome: Exception | None = None) -> None:
         """Ends the stream at once, here and at the producer.
 
@@ -193,24 +177,7 @@ class Consumer:
 
     # -- in the thread that wants items ----------------------------------------------------
 
-    def fill(self) -> None:
-        """Waits until there are items, in this thread.
-
-        Raises:
-            StopIteration: there are none left.
-            RpcTimeoutError: it took longer than the timeout; the stream is closed.
-            Exception: what has ended the stream.
-        """
-        left = self._countdown()
-        while not self.has_items():
-            gate = threading.Lock()
-            gate.acquire()
-            try:
-                if self._will_wake(gate.release):
-                    self._wait(gate, left())
-            finally:
-                self._forget_waker(gate.release)
-
+    @override
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
         call, ident, receive = self.call, threading.get_ident(), None
         if current_pool() is None and call.peer != self._agent.membership.own_id:
@@ -221,25 +188,7 @@ class Consumer:
         finally:
             call.waiters = tuple(each for each in call.waiters if each != ident)
 
-    async def fill_async(self) -> None:
-        """Waits until there are items, in a task of any event loop; raises what `fill` does.
-
-        Raises:
-            StopAsyncIteration: there are none left.
-        """
-        loop, left = asyncio.get_running_loop(), self._countdown()
-        try:
-            while not self.has_items():
-                woken = loop.create_future()
-                waker = partial(wake, loop, woken)
-                try:
-                    if self._will_wake(waker):
-                        await asyncio.wait([woken], timeout=left())
-                finally:
-                    self._forget_waker(waker)
-        except StopIteration:
-            raise StopAsyncIteration from None
-
+    @override
     def _countdown(self) -> Callable[[], float | None]:
         """Returns a function that returns the seconds left for an item, None without a limit.
 
@@ -271,6 +220,7 @@ class Consumer:
             "longer one, or 0 for no limit. The stream is closed"
         )
 
+    @override
     def has_items(self) -> bool:
         """Returns whether there are items; opens the next batch if it has arrived.
 
@@ -351,6 +301,7 @@ class Consumer:
         for wake in wakers:
             wake()
 
+    @override
     def _will_wake(self, waker: Callable[[], object]) -> bool:
         """Calls a waker when there may be items; returns False if there may be some now."""
         with uninterrupted, self._lock:
@@ -360,27 +311,9 @@ class Consumer:
             self._wakers.append(waker)
         return True
 
+    @override
     def _forget_waker(self, waker: Callable[[], object]) -> None:
         """Forgets one that was not called, since its reader no longer waits."""
         with self._lock:
             if waker in self._wakers:
                 self._wakers.remove(waker)
-
-
-def present_reader() -> Any:
-    """Returns what runs here: the scope of a handler, a weak reference to a task, or a thread."""
-    if (scope := current_scope()) is not None:
-        return scope
-    task = None if running_loop() is None else asyncio.current_task()
-    return threading.get_ident() if task is None else weakref.ref(task)
-
-
-def wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
-    """Wakes a task that awaits a future of its loop's, in any thread."""
-
-    def arrive() -> None:
-        if not woken.done():
-            woken.set_result(None)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(arrive)

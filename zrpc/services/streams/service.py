@@ -43,7 +43,8 @@ from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.inflow import Inflow
 from zrpc.services.streams.outflow import Outflow
 from zrpc.services.streams.producer import AsyncProducer, PlainProducer, Producer
-from zrpc.services.streams.stream import Source, Stream
+from zrpc.services.streams.source import Source
+from zrpc.services.streams.stream import Stream
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message

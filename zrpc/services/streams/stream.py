@@ -2,39 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
+from zrpc.services.streams.source import Source
 
-__all__ = ["Source", "Stream"]
+__all__ = ["Stream"]
 
 R = TypeVar("R")
-
-
-class Source(Protocol):
-    """What a stream takes its items from.
-
-    Attributes:
-        items: those that can be taken at once.
-    """
-
-    items: deque[Any]
-
-    @property
-    def name(self) -> str:
-        """What the program called."""
-
-    def fill(self) -> None:
-        """Waits until there are items, in this thread."""
-
-    async def fill_async(self) -> None:
-        """Waits until there are items, in a task of any event loop."""
-
-    def close(self) -> None:
-        """Ends it at once."""
 
 
 class Stream(Generic[R]):
