@@ -80,7 +80,7 @@ def pool_of(mesh: Mesh, worker: int = 0) -> Any:
 
 
 def until_mapped(count: int) -> None:
-    """Waits until this process has so many segments open, and mapped."""
+    """Waits until this process has this number of segments open, and mapped."""
 
     def found() -> tuple[int, int]:
         return len(segments_open()), len(segments_mapped())
