@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -22,7 +21,8 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import Service
 from zrpc.calls.future import Future
-from zrpc.errors import RpcError, RpcTimeoutError
+from zrpc.calls.future_group import wait_all
+from zrpc.errors import RpcError
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.gates import Gates
@@ -298,7 +298,7 @@ class WeightsService(Service):
             return self.agent.caller.call(info, Kind.CALL, (function, args, {}), timeout)
         with self.agent.as_current():
             result = function(*args)
-        return _value_of(result, timeout) if isinstance(result, Future) else result
+        return _value_of(result, max(timeout, 0)) if isinstance(result, Future) else result
 
     # -- memory ----------------------------------------------------------------------------
 
@@ -389,18 +389,9 @@ def _left(deadline: float) -> float:
 
 
 def _value_of(future: Future[T], timeout: float) -> T:
-    """Waits for a future of this worker.
-
-    Raises:
-        RpcTimeoutError: it took longer than the timeout; 0 means no limit.
-    """
-    gate = threading.Lock()
-    gate.acquire()
-    future.add_done_callback(lambda _: gate.release())
+    """Waits for a future of this worker, and for no longer than a timeout; see `wait_all`."""
     try:
-        if not pass_gate(gate, timeout or -1):
-            raise RpcTimeoutError(f"expected a version within {timeout:g} s")
-        return future.value()
+        return wait_all([future], timeout)[0]
     finally:
         future.cancel()  # unless it is done: nobody waits for it any longer
 
