@@ -34,6 +34,7 @@ from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
+from zrpc.calls.unmapped import with_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
@@ -44,6 +45,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
+from zrpc.wire.devices import UnmappedDevice
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
@@ -272,10 +274,13 @@ class Caller:
                 observation.packed(call, message)
             # From here on this thread takes locks that a call in a handler would need too.
             hold_interrupts()
-        except BaseException:  # of a signal handler, for example
+        except BaseException as error:  # of a signal handler, for example
             encoder.abort()
             if observation is not None:
                 observation.end()
+            if isinstance(error, UnmappedDevice):
+                same = partial(self._codec.encoder, to.member_id)
+                raise with_argument(error, obj, same) from None
             raise
         return call, message
 

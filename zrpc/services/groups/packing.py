@@ -16,10 +16,11 @@ from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.part import Part
 from zrpc.services.groups.service import GroupService
+from zrpc.wire.envelope import Envelope
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import Envelope, register_reducer
+from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
 __all__ = ["Bodies"]
