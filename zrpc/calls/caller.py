@@ -45,7 +45,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.wire.devices import UnmappedDevice
+from zrpc.wire.devices import DeviceMap, UnmappedDevice
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
@@ -234,6 +234,7 @@ class Caller:
         died: type[WorkerDied] = WorkerDied,
         order: Order | None = None,
         more: Extensions = (),
+        devices: DeviceMap | None = None,
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
@@ -250,6 +251,8 @@ class Caller:
             ends = self._membership.info.name, to.name
             observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
         encoder = self._codec.encoder(to.member_id)
+        if devices is not None:
+            encoder.devices = devices
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:

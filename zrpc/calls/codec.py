@@ -127,7 +127,8 @@ def _mark_device(encoder: Encoder) -> None:
     """Adds to a request which device its function has as the current one."""
     assert encoder.devices is not None
     device = encoder.tensors.target or encoder.devices.current
-    encoder.extension(Tag.DEVICE).extend(device.encode())
+    if device:
+        encoder.extension(Tag.DEVICE).extend(device.encode())
 
 
 def error_in(answer: Message) -> Exception:

@@ -11,7 +11,7 @@ from zrpc.errors import OptionError
 from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.options import ANY_WORKER
-from zrpc.wire.devices import CPU, DeviceMap
+from zrpc.wire.devices import CPU, KEEP, DeviceMap
 
 __all__ = ["check_device_maps", "maps_between"]
 
@@ -21,20 +21,17 @@ def maps_between(own: PeerRecord, peer: PeerRecord) -> tuple[DeviceMap, DeviceMa
 
     Returns None if neither of them has a device or a map.
     """
-    if own.token == peer.token:
-        named = DeviceSettings.parse(own.devices).maps.get(own.name)
-        if not own.devices:
-            return None
-        if named is None:
-            keep = DeviceMap(own.name, own.name, None)
-            return keep, keep
-    elif not (own.devices or peer.devices):
+    if not (own.devices or peer.devices):
         return None
     ours, theirs = DeviceSettings.parse(own.devices), DeviceSettings.parse(peer.devices)
+    if own.token == peer.token and own.name not in ours.maps:
+        keep = DeviceMap(own.name, own.name, others=KEEP)
+        return keep, keep
     out, back = ours.map_for(peer.name), theirs.map_for(own.name)
+    inverse = {there: here for here, there in back.items()}
     return (
         DeviceMap(own.name, peer.name, out, current=_current(out, theirs)),
-        DeviceMap(own.name, peer.name, {there: here for here, there in back.items()}, answers=True),
+        DeviceMap(own.name, peer.name, inverse, answers=True),
     )
 
 

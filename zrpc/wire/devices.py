@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,6 +20,8 @@ from zrpc.wire.extent import window
 
 __all__ = [
     "CPU",
+    "KEEP",
+    "TO_CPU",
     "DeviceMap",
     "UnmappedDevice",
     "fetched",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 CPU = "cpu"
+KEEP = "="
 # What torch says first; programs that run unmodified may look for it.
 _TORCH_SAYS = (
     "TensorPipe RPC backend only supports CPU tensors by default, please move your tensors to CPU "
@@ -44,30 +47,44 @@ class UnmappedDevice(SerializationError):
     """A tensor is on a device that the device map doesn't name."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DeviceMap:
     """Where the tensors of one worker's messages to another one arrive.
 
     Attributes:
         sender: the name of the worker that has the tensors.
         receiver: the name of the other one.
-        targets: for each device of the sender the receiver's, as text; None in calls to oneself,
-            which keep all devices.
+        targets: for each device of the sender the receiver's, as text.
+        others: where tensors on other devices arrive: ``"cpu"``, or `KEEP` for the same device;
+            empty if they are refused.
         answers: whether this holds for answers; if not, it does for requests.
         current: the device that is current while the receiver runs a handler, if no argument says
             which; empty if the map names none but the CPU.
+
+    Two are equal if tensors arrive on the same devices.
     """
 
-    sender: str
-    receiver: str
-    targets: Mapping[str, str] | None
+    sender: str = ""
+    receiver: str = ""
+    targets: Mapping[str, str] = field(default_factory=dict)
+    others: str = ""
     answers: bool = False
     current: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeviceMap) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    @property
+    def _key(self) -> object:
+        return frozenset(self.targets.items()), self.others
 
     @property
     def moves_cpu(self) -> bool:
         """Whether tensors on the CPU arrive on another device."""
-        return self.targets is not None and self.targets.get(CPU, CPU) != CPU
+        return self.targets.get(CPU, CPU) != CPU
 
     def target(self, tensor: torch.Tensor) -> str:
         """Returns the device that a tensor arrives on.
@@ -76,12 +93,10 @@ class DeviceMap:
             UnmappedDevice: the map doesn't name the tensor's device.
         """
         device = CPU if tensor.is_cpu else str(tensor.device)
-        if self.targets is None:
-            return device
-        found = self.targets.get(device, CPU if device == CPU else "")
+        found = self.targets.get(device, CPU if device == CPU else self.others)
         if not found:
             raise UnmappedDevice(self._advice(device))
-        return found
+        return device if found == KEEP else found
 
     def _advice(self, device: str) -> str:
         kind, found = ("Response", "the result has") if self.answers else ("Request", "there is")
@@ -92,10 +107,14 @@ class DeviceMap:
             f"{_TORCH_SAYS if stand_in.is_active() else ''}{kind} device mapping is not available "
             f"for destination {self.receiver}: {found} a tensor on {device} of {self.sender}, and "
             f"{caller}'s device map for {callee} names no device for it. Call "
-            f"options.set_device_map({callee!r}, {{{device!r}: {device!r}}}) on {caller} before "
+            f'options.set_device_map("{callee}", {{"{device}": "{device}"}}) on {caller} before '
             "init_rpc; or send tensor.cpu(), and call .to(device) on arrival; or keep a module and "
-            f"its tensors there in zrpc.nn.RemoteModule('{callee}/{device}', ...)"
+            f'its tensors there in zrpc.nn.RemoteModule("{callee}/{device}", ...)'
         )
+
+
+# For gradients: each is put on the device of its tensor when it has arrived.
+TO_CPU = DeviceMap(others=CPU)
 
 
 def unmapped(tensor: torch.Tensor) -> UnmappedDevice:
@@ -173,7 +192,8 @@ def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     device = torch.device(name)
     module = torch.get_device_module(device)
-    if not (hasattr(module, "Stream") and hasattr(module, "stream")):
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    if not (dense and hasattr(module, "Stream") and hasattr(module, "stream")):
         return tensor.to(device)
     # On a stream of its own: on the current one it would wait for all work that is queued there,
     # such as a collective that waits for this worker. The copy has ended when `to` returns.
