@@ -11,6 +11,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from zrpc.testing import FakeDevice, Operation, fake_device
 
@@ -72,6 +73,16 @@ def test_a_model_learns_there_as_on_the_cpu() -> None:
     assert there.weight.grad is not None
     assert there.weight.grad.device == torch.device("fake:0")
     assert torch.equal(there.weight.cpu(), here.weight)
+
+
+@pytest.mark.usefixtures("device")
+def test_checkpoints_and_autocast_work_there_and_beside_it() -> None:
+    for device in "cpu", "fake":
+        leaf = torch.ones(2, device=device, requires_grad=True)
+        with torch.autocast(device):
+            checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
+        assert leaf.grad is not None
+        assert torch.allclose(leaf.grad.cpu(), torch.ones(2).cos())
 
 
 @pytest.mark.usefixtures("device")

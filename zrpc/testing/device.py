@@ -288,6 +288,8 @@ def _add(device: FakeDevice) -> list[torch.library.Library]:
         aten.impl(name, _as_on("SparseCPU", name), f"Sparse{_KEY}")
     others = library("_", "IMPL")
     others.fallback(device._run, _KEY)
+    # ``torch.autocast`` casts nothing there.
+    others.fallback(torch.library.fallthrough_kernel, f"Autocast{_KEY}")
     return [aten, others]
 
 

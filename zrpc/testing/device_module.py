@@ -45,6 +45,17 @@ class FakeModule:
     def manual_seed_all(self, seed: int) -> None:
         """Does nothing: random numbers are the CPU's."""
 
+    def get_rng_state(self, device: Any = None) -> torch.Tensor:
+        """Returns the state of the random numbers: they are the CPU's."""
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
+        """Does nothing, as `manual_seed_all`."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Returns the dtypes that ``torch.autocast`` may use."""
+        return [torch.bfloat16, torch.float16]
+
     def device_count(self) -> int:
         """Returns the number of devices."""
         return COUNT
