@@ -178,6 +178,8 @@ def test_device_maps() -> None:
     assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
     with pytest.raises(ValueError, match="1-to-1"):
         options.set_device_map("w1", {"cuda:2": "cuda:0"})
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping, trying"):
+        options.set_device_map("w1", {"cuda:2": "cuda:3", "cuda:3": "cuda:3"})
     with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying"):
         options.set_device_map("w1", {"cuda:0": "cuda:2"})
     assert options.device_maps["w1"] == {zero: one, one: zero}
@@ -187,5 +189,7 @@ def test_device_maps() -> None:
     assert options.devices == [zero, one]
     options.devices = ["cuda:3"]
     assert options.devices == [three]
-    with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices, but got"):
+    with pytest.raises(
+        ValueError, match="`set_devices` expect a list of devices such as GPUs, but"
+    ):
         options.set_devices(["cpu"])

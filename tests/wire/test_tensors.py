@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,18 +74,10 @@ def test_a_view_sends_its_elements_only() -> None:
     assert torch.equal(there(column), column)
 
 
-def test_device_memory_is_refused() -> None:
-    # A stand-in, since this machine may not have such a device.
-    on_device = SimpleNamespace(
-        requires_grad=False,
-        is_conj=lambda: False,
-        is_neg=lambda: False,
-        is_meta=False,
-        is_cpu=False,
-        device=torch.device("cuda:0"),
-    )
-    with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):
-        TensorWriter().add(on_device)
+def test_a_tensor_on_a_device_is_refused_without_a_device_map() -> None:
+    fake_device()
+    with pytest.raises(SerializationError, match=r"found one on fake:0.*send tensor\.cpu"):
+        TensorWriter().add(torch.ones(2, device="fake:0"))
 
 
 def test_received_tensors_are_not_views() -> None:

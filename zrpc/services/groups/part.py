@@ -9,6 +9,7 @@ from typing import Any
 from zrpc.services.groups.service import GroupService
 from zrpc.services.groups.ticket import TICKET
 from zrpc.services.shm import holds
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.parts import PartEncoder
@@ -44,9 +45,16 @@ class Part:
         self._number = 0
 
     @classmethod
-    def of(cls, service: GroupService, obj: Any, same_main: bool, in_graph: bool) -> Part:
+    def of(
+        cls,
+        service: GroupService,
+        obj: Any,
+        same_main: bool,
+        in_graph: bool,
+        devices: DeviceMap | None,
+    ) -> Part:
         """Packs an object; see `PartEncoder`."""
-        packer = PartEncoder(service.agent, same_main, in_graph)
+        packer = PartEncoder(service.agent, same_main, in_graph, devices)
         packed = packer.part(obj)
         return cls(service, [packed.body, packed.table, *packed.buffers], packer.holes)
 
