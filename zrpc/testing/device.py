@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from zrpc.runtime.forks import free_in_child
 from zrpc.testing.device_memory import allocate, on_host
 from zrpc.testing.device_module import COUNT, TYPE, FakeModule
 
@@ -234,7 +235,7 @@ class FakeDevice:
 
 
 # The lock guards _made: torch takes one device of this kind in a process. Taken alone.
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _made: list[tuple[FakeDevice, list[torch.library.Library]]] = []
 
 
@@ -243,7 +244,8 @@ def fake_device() -> FakeDevice:
 
     From then on, tensors can be on ``"fake:0"`` and ``"fake:1"``, ``torch.fake`` is the device's
     module, and ``torch.accelerator`` reports it. Each process that names such a device must call
-    this first, before `zrpc.init_rpc`. May be called from any thread.
+    this first, before `zrpc.init_rpc`. The worker processes of a test do so if the test's process
+    has called it before it starts their mesh. May be called from any thread.
 
     Raises:
         RuntimeError: torch is too old, or has an accelerator of its own here.
@@ -260,6 +262,11 @@ def fake_device() -> FakeDevice:
             device = FakeDevice()
             _made.append((device, _add(device)))
         return _made[0][0]
+
+
+def is_added() -> bool:
+    """Returns whether this process has the fake device."""
+    return bool(_made)
 
 
 def _add(device: FakeDevice) -> list[torch.library.Library]:
