@@ -73,6 +73,14 @@ def test_only_the_elements_of_a_view_are_copied(mesh: Mesh, size: int) -> None:
     assert found.item() == whole[size : 2 * size].sum().item()
 
 
+@pytest.mark.zrpc(options={"device_maps": {"*": SAME}, "shared_memory": 0})
+def test_large_tensors_are_copied_as_often_without_shared_memory(mesh: Mesh) -> None:
+    tensor = there(LARGE)
+    with DEVICE.record() as operations:
+        assert torch.equal(mesh.run(0, rpc.rpc_sync, 1, echo, (tensor,)), tensor)
+    assert [each.name for each in copies(operations)] == ["to_cpu", "from_cpu"] * 2
+
+
 def test_tensors_on_the_cpu_touch_no_device(mesh: Mesh) -> None:
     with DEVICE.record() as operations:
         for size in (SMALL, LARGE):
@@ -156,7 +164,8 @@ def test_a_tensor_may_be_changed_once_a_call_has_returned(mesh: Mesh, size: int)
         future = rpc.rpc_async(1, gate.wait_inside, (tensor,))
         tensor.zero_()
         gate.open()
-        return future.wait()
+        result: torch.Tensor = future.wait()
+        return result
 
     with Gate() as gate:
         assert torch.equal(mesh.run(0, call).cpu(), torch.arange(float(size)))
@@ -256,9 +265,8 @@ def test_an_item_of_a_stream_for_which_there_is_no_memory_is_its_error(mesh: Mes
 def test_members_of_a_group_fail_alone(mesh: Mesh) -> None:
     def call() -> None:
         group, tensors = rpc.group([1, 2]), [there(1), there(LARGE)]
-        with DEVICE.out_of_memory(above=64):
-            with pytest.raises(rpc.GroupError) as failed:
-                rpc.rpc_sync(group, torch.numel, (rpc.each(tensors),))
+        with DEVICE.out_of_memory(above=64), pytest.raises(rpc.GroupError) as failed:
+            rpc.rpc_sync(group, torch.numel, (rpc.each(tensors),))
         assert [*map(type, failed.value.errors.values())] == [torch.OutOfMemoryError]
         assert failed.value.results == {0: 1}
         assert rpc.rpc_sync(group, torch.numel, (rpc.each(tensors),)) == [1, LARGE]
