@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import gc
+from typing import TypeVar
+
 import zrpc
 from zrpc.agent.current import current_agent
 from zrpc.agent.stats import PeerStats, Stats
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 from zrpc.wire.member_id import MemberId
+
+T = TypeVar("T")
+
+
+def living(kind: type[T]) -> list[T]:
+    """Returns the objects of exactly this class that are not freed, of all workers here."""
+    return [each for each in gc.get_objects() if type(each) is kind]
 
 
 def stats_of(mesh: Mesh, rank: int = 0) -> Stats:

@@ -12,6 +12,7 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.observed import living
 from tests.support.waiting import SOON, until
 from zrpc.services.names import claims
 from zrpc.services.names.messages import Ask
@@ -66,7 +67,7 @@ def get(name: str = "replay", timeout: float = SOON) -> Any:
 
 def questions() -> list[Any]:
     """What threads of this process wait for at the moment, and questions that have no answer."""
-    return [each for each in gc.get_objects() if type(each) in (Waiting, Ask)]
+    return [*living(Waiting), *living(Ask)]
 
 
 def names_held(mesh: Mesh) -> list[int]:

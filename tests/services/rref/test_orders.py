@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +21,7 @@ from tests.services.rref.tracked import (
     rest,
 )
 from tests.support.gates import Gate
+from tests.support.observed import living
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import until
 from zrpc.services.shm.service import SharedMemoryService
@@ -224,7 +224,7 @@ def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh
             call = rref.rpc_async(timeout=0).bit_length()
             assert call.cancel()
         until(lambda: len(callee.requests.all()) == 2, "the others are dropped")
-        assert sum(type(each) is Message for each in gc.get_objects()) < 250
+        assert len(living(Message)) < 250
         gate.open()
         assert patient.wait() == 1
     del rref, patient, call
