@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.wire.test_pickling import sent, there
 from zrpc.errors import ProtocolError, SerializationError
+from zrpc.testing import fake_device
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain
 
 DTYPES = [

@@ -1,7 +1,7 @@
 """Tensors on devices such as GPUs: where they arrive, and how they are copied.
 
 They go through the CPU: the sender copies them to its memory, and the receiver copies them to the
-device that the device map names. `torch.Tensor.to` orders itself with the device's work on the
+device that the device map names. ``torch.Tensor.to`` orders itself with the device's work on the
 current stream of its thread, so this is right for every device that torch knows.
 """
 

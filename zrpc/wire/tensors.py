@@ -188,14 +188,17 @@ class TensorWriter:
                 plain = plain.clone()
             if self._devices is not None:
                 target = self._devices.target(plain)
-                if target != CPU:
-                    self.target = self.target or target
+                self.target = self.target or (target if target != CPU else "")
             elif not plain.is_cpu:
                 raise unmapped(plain)
             if not (plain.is_cpu or torch._C._has_storage(plain)):
                 plain = plain.cpu()
-            if plain.numel() and end_of(plain) > plain.untyped_storage().nbytes():
-                raise _freed_memory_error(plain)
+            if plain.numel():
+                storage = plain.untyped_storage()
+                if plain.is_cpu:
+                    storage.data_ptr()  # fails now if it has none, as inside of a transform
+                if end_of(plain) > storage.nbytes():
+                    raise _freed_memory_error(plain)
         self._tensors.append((plain, flags, target))
         return len(self._tensors) - 1
 
@@ -242,8 +245,7 @@ class TensorWriter:
         for index in some:
             tensor = self._tensors[index][0]
             storage = tensor.untyped_storage()
-            # Several storages may have the same memory on the CPU. That of a device may have no
-            # address.
+            # Several storages may share memory on the CPU. On a device it may have no address.
             key = storage.data_ptr() if tensor.is_cpu else storage._cdata
             sharing.setdefault(key, []).append(index)
         self._groups = list(self._overlapping(sharing.values()))
