@@ -12,6 +12,7 @@ from zrpc.testing import fake_device
 
 stop = threading.Event()
 burning = threading.Event()
+occupied: Any = None
 _limits: list[AbstractContextManager[None]] = []
 
 
