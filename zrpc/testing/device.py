@@ -6,7 +6,8 @@ of Python. What the device does can be recorded, and allocations refused.
 
 It can't run a backward pass on ``fake:1``, since torch has one thread for devices of this kind. It
 can't hold sparse tensors there either, nor quantized or nested tensors on both, and it can't pin
-memory. An exception in a hook or node of a backward pass on it ends the process, in torch.
+memory. Backward passes on ``fake:0`` need a process that has made none before `fake_device`, such as
+a new worker process: torch makes the threads for them before the first one. An exception in a hook or node of a backward pass on it ends the process, in torch.
 """
 
 from __future__ import annotations
