@@ -4,10 +4,12 @@ Its tensors are torch's own, on the devices ``fake:0`` and ``fake:1``: storages,
 modules and optimizers work. The CPU's operators do the work, at once, and every operator is a call
 of Python. What the device does can be recorded, and allocations refused.
 
-It can't run a backward pass on ``fake:1``, since torch has one thread for devices of this kind. It
-can't hold sparse tensors there either, nor quantized or nested tensors on both, and it can't pin
-memory. Backward passes on ``fake:0`` need a process that has made none before `fake_device`, such as
-a new worker process: torch makes the threads for them before the first one. An exception in a hook or node of a backward pass on it ends the process, in torch.
+What it can't do:
+
+- Backward passes on ``fake:1``: torch has one thread for devices of this kind. On ``fake:0`` they
+  need a process that has made none before `fake_device`, such as a new worker process: torch starts
+  its threads before the first one. An exception in a hook or node there ends the process, in torch.
+- Sparse tensors on ``fake:1``, quantized and nested tensors, and pinned memory.
 """
 
 from __future__ import annotations
