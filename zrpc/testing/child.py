@@ -53,6 +53,7 @@ class WorkerSettings:
         options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
         socket: the descriptor of the socket for requests and replies.
         stacks_path: the file to which stacks are written on `STACKS_SIGNAL`.
+        fake_device: whether it has the fake device.
     """
 
     name: str
@@ -61,6 +62,7 @@ class WorkerSettings:
     options: Mapping[str, Any]
     socket: int
     stacks_path: str
+    fake_device: bool
 
 
 def main(settings: WorkerSettings) -> NoReturn:
@@ -120,6 +122,8 @@ class _WorkerProcess:
         from zrpc import api
         from zrpc.options import ZmqRpcBackendOptions
 
+        if self._settings.fake_device:  # the options may name it
+            import_module("zrpc.testing.device").fake_device()
         api.init_rpc(
             self._settings.name,
             rank=self._settings.rank,
