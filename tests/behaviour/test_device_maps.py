@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from zrpc.testing import fake_device
 fake_device()
 ZERO, ONE = torch.device("fake:0"), torch.device("fake:1")
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
+DEVICES = ["fake:0", "fake:1"]
 LARGE = 100_000
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +267,33 @@ class TestCurrentDevice:
         assert owner.rpc_sync().current(make("fake:0")) == 1
         assert owner.rpc_sync().current(make("fake:1")) == 0
         assert rpc.rpc_sync("worker2", current_device) == 0
+
+    def test_each_step_of_a_coroutine_and_of_a_generator_has_it(self) -> None:
+        for function in (generate, generate_later):
+            streams = [rpc.rpc_stream("worker1", function, (make(each),)) for each in DEVICES]
+            assert [list(each) for each in streams] == [[1] * STEPS, [0] * STEPS]
+        futures = [rpc.rpc_async("worker1", later, (make(each),)) for each in DEVICES]
+        assert rpc.wait_all(futures) == [[1] * STEPS, [0] * STEPS]
+        assert rpc.rpc_sync("worker2", current_device) == 0
+
+
+async def later(_: torch.Tensor) -> list[int]:
+    found = []
+    for _step in range(STEPS):
+        found.append(current_device())
+        await asyncio.sleep(0)
+    return found
+
+
+def generate(_: torch.Tensor) -> Iterator[int]:
+    for _step in range(STEPS):
+        yield current_device()
+
+
+async def generate_later(_: torch.Tensor) -> AsyncIterator[int]:
+    for _step in range(STEPS):
+        yield current_device()
+        await asyncio.sleep(0)
 
 
 def _current_of_worker0() -> int:

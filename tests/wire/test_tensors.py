@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.wire.test_pickling import sent, there
 from zrpc.errors import ProtocolError, SerializationError
 from zrpc.testing import fake_device
-from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain
+from zrpc.wire.tensor_reading import make_plain
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 
 DTYPES = [
     torch.float16,

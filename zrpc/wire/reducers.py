@@ -25,7 +25,8 @@ from torch.jit._recursive import wrap_cpp_module
 from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
-from zrpc.wire.tensors import TensorWriter, attributes_of, make_plain
+from zrpc.wire.tensor_reading import make_plain
+from zrpc.wire.tensors import TensorWriter, attributes_of
 from zrpc.wire.unpickling import decoder
 
 __all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_attributes"]

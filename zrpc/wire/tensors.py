@@ -1,4 +1,4 @@
-"""Tensors on the wire: which bytes of a storage are sent, and how tensors are made from them.
+"""Tensors on the wire: which bytes of a storage are sent.
 
 Plain tensors are part of the pickle itself, which is fastest. Their bytes are in the pickle as well
 or, if they are large, in frames of their own. All other tensors have a row in the tensor table, and
@@ -17,21 +17,33 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from zrpc.errors import ProtocolError, SerializationError
-from zrpc.wire.alignment import ALIGNMENT, aligned
-from zrpc.wire.devices import CPU, DeviceMap, finest, flattened, to_device, unmapped
+from zrpc.errors import SerializationError
+from zrpc.wire.alignment import ALIGNMENT
+from zrpc.wire.devices import CPU, DeviceMap, finest, flattened, unmapped
 from zrpc.wire.extent import begin_of, end_of, extent_of, window
+from zrpc.wire.tensor_rows import (
+    CONJUGATE,
+    META,
+    NEGATIVE,
+    PARAMETER,
+    PLAIN_DTYPES,
+    PLAIN_NUMBERS,
+    REQUIRES_GRAD,
+    Bytes,
+    PlainRow,
+    StorageRow,
+    TensorRow,
+    WholeRow,
+)
 from zrpc.wire.views import Relation, base_of, is_changeable, span_of
 
-__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of", "make_plain", "read_table"]
+__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of"]
 
 # Up to this size, bytes are part of the pickle or the table. Above it, a frame of its own costs
 # less than these copies.
@@ -40,23 +52,7 @@ INLINE_BYTES = 32 * 1024
 # Up to this size, the bytes of a tensor are copied before they are pickled. That costs less than
 # having the pickler read them.
 _COPIED_BYTES = 16 * 1024
-# The dtypes of plain tensors. Messages contain their indices, so a new one goes to the end.
-_PLAIN_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_FIRST_COMPLEX = _PLAIN_DTYPES.index(torch.complex64)
-_PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
+_FIRST_COMPLEX = PLAIN_DTYPES.index(torch.complex64)
 
 # The function behind `ctypes.string_at`, called directly.
 _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -67,28 +63,7 @@ _copy_of.restype = ctypes.py_object
 # `__dict__` makes one.
 attributes_of: Any = object.__getstate__
 
-_CPU = torch.device("cpu")
 _STRIDED = torch.strided
-
-_REQUIRES_GRAD = 1
-_PARAMETER = 2
-_CONJUGATE = 4
-_NEGATIVE = 8
-_META = 16
-
-_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-
-# One storage: its bytes, or the index of its frame. On a device, this, the device and a dtype.
-Bytes = bytes | int
-StorageRow = Bytes | tuple[Bytes, str, str]
-# One tensor: the index of its storage (-1 or a device: none), the offset there in bytes, dtype,
-# shape, stride, flags.
-TensorRow = tuple[int | str, int, str, tuple[int, ...], tuple[int, ...], int]
-# A contiguous tensor that shares no memory: the number of its dtype, shape, storage, flags.
-WholeRow = tuple[int, tuple[int, ...], StorageRow, int]
-_WHOLE_FIELDS = 4
-# A plain tensor: the number of its dtype, shape, bytes.
-PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
 
 class TensorWriter:
@@ -122,7 +97,7 @@ class TensorWriter:
 
     def add_plain(self, tensor: torch.Tensor) -> PlainRow | None:
         """Returns the arguments of `make_plain`, or None if the tensor is not plain: use `add`."""
-        number = _PLAIN_NUMBERS.get(tensor.dtype)  # None for quantized tensors
+        number = PLAIN_NUMBERS.get(tensor.dtype)  # None for quantized tensors
         if (
             number is None
             or self._plain is None
@@ -152,6 +127,11 @@ class TensorWriter:
         return number, tuple(tensor.shape), pickle.PickleBuffer(window(start, size, tensor))
 
     @property
+    def placed(self) -> bool:
+        """Whether any tensor was or arrives on a device, so that the device map counts."""
+        return any(target != CPU or not (t.is_cpu or t.is_meta) for t, _, target in self._tensors)
+
+    @property
     def overlapping(self) -> bool:
         """Whether a tensor in the pickle shares memory with another of the message.
 
@@ -171,18 +151,18 @@ class TensorWriter:
         flags = 0
         plain = tensor
         if tensor.requires_grad:
-            flags = _REQUIRES_GRAD
+            flags = REQUIRES_GRAD
             plain = tensor.detach()
             self.requiring_grad[len(self._tensors)] = tensor
         if type(tensor) is torch.nn.Parameter:
-            flags |= _PARAMETER
+            flags |= PARAMETER
         if plain.is_conj():
-            plain, flags = plain.conj(), flags | _CONJUGATE
+            plain, flags = plain.conj(), flags | CONJUGATE
         if plain.is_neg():
-            plain, flags = torch._neg_view(plain), flags | _NEGATIVE
+            plain, flags = torch._neg_view(plain), flags | NEGATIVE
         target = CPU
         if plain.is_meta:
-            flags |= _META
+            flags |= META
         else:
             if plain._is_zerotensor():  # it has no memory
                 plain = plain.clone()
@@ -296,48 +276,6 @@ class TensorWriter:
             yield group
 
 
-def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
-    """Makes a plain tensor from its row.
-
-    Args:
-        number: the number of its dtype.
-        shape: its shape.
-        data: its bytes, which are copied; or another buffer, whose memory the tensor then shares:
-            see `aligned`.
-    """
-    dtype = _PLAIN_DTYPES[number]
-    if type(data) is bytes:  # read-only
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-    else:
-        tensor = torch.frombuffer(data, dtype=dtype)
-    if math.prod(shape) != tensor.numel():
-        raise ProtocolError(f"expected the bytes of a tensor of {shape}, found {tensor.numel()}")
-    # Not by a view: `detach_` refuses views.
-    if len(shape) == 1:
-        return tensor
-    # torch parses the sizes in two thirds of the time if they are separate arguments.
-    return tensor.resize_(*shape) if shape else tensor.resize_(shape)
-
-
-def read_table(
-    table: bytes | bytearray | memoryview, buffers: Sequence[Any]
-) -> tuple[list[torch.Tensor], list[Relation]]:
-    """Makes the tensors of a message, and returns them with the relations between views and bases.
-
-    Large ones share the memory of their frames in ``buffers``, without a copy.
-    """
-    storages, rows, relations = pickle.loads(table)
-    made = [_make_storage(row, buffers) for row in storages]
-    shared = Counter(row[0] for row in rows if len(row) != _WHOLE_FIELDS) if made else {}
-    tensors = [
-        _make_whole(row, buffers)
-        if len(row) == _WHOLE_FIELDS
-        else _make_tensor(row, made, shared.get(row[0], 0) > 1)
-        for row in rows
-    ]
-    return tensors, relations
-
-
 def _freed_memory_error(tensor: torch.Tensor) -> SerializationError:
     return SerializationError(
         f"expected a storage of {end_of(tensor)} bytes or more below a tensor of shape "
@@ -361,7 +299,7 @@ def _whole_row(
     tensor: torch.Tensor, flags: int, target: str, buffers: list[Any]
 ) -> WholeRow | None:
     """Returns the short row of a tensor that shares no memory, or None if it needs a long one."""
-    number = _PLAIN_NUMBERS.get(tensor.dtype)
+    number = PLAIN_NUMBERS.get(tensor.dtype)
     if number is None or not tensor.is_contiguous():
         return None
     storage = _storage_row([tensor], begin_of(tensor), target, buffers)
@@ -393,58 +331,3 @@ def _bytes_of(start: int, size: int, owner: Any, buffers: list[Any]) -> Bytes:
         return copied
     buffers.append(window(start, size, owner))
     return len(buffers) - 1
-
-
-def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.Tensor:
-    """Returns the bytes of a storage as a tensor; on a device, in the dtype that the row says."""
-    if isinstance(row, tuple):
-        data, device, dtype = row
-        return to_device(_make_storage(data, buffers).view(_DTYPES[dtype]), device)
-    if isinstance(row, int):
-        return torch.frombuffer(aligned(buffers[row]), dtype=torch.uint8)
-    whole = torch.empty(len(row), dtype=torch.uint8, device=_CPU)
-    ctypes.memmove(whole.data_ptr(), row, len(row))
-    return whole
-
-
-def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
-    number, shape, storage, flags = row
-    device = CPU
-    if isinstance(storage, tuple):
-        storage, device, _ = storage
-    data = aligned(buffers[storage]) if isinstance(storage, int) else storage
-    tensor = make_plain(number, shape, data)
-    return _with_flags(tensor if device == CPU else to_device(tensor, device), flags)
-
-
-def _make_tensor(row: TensorRow, storages: list[torch.Tensor], shared: bool) -> torch.Tensor:
-    index, offset, dtype_name, shape, stride, flags = row
-    dtype = _DTYPES[dtype_name]
-    if isinstance(index, str) or index < 0:
-        device = "meta" if flags & _META else index if isinstance(index, str) else _CPU
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    elif shared or not storages[index].is_cpu:
-        # A view of the whole, without being one for autograd, has its version counter.
-        whole = storages[index]
-        if whole.dtype is not dtype:
-            size = whole.nbytes - whole.nbytes % dtype.itemsize
-            whole = whole[: size // whole.itemsize].view(dtype)
-        tensor = whole.as_strided(shape, stride, offset // dtype.itemsize).detach()
-    else:
-        tensor = torch.empty(0, dtype=dtype, device=_CPU)
-        with torch.no_grad():
-            storage = storages[index].untyped_storage()
-            tensor.set_(storage, offset // dtype.itemsize, shape, stride)
-    return _with_flags(tensor, flags)
-
-
-def _with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & _NEGATIVE:
-        tensor = torch._neg_view(tensor)
-    if flags & _CONJUGATE:
-        tensor = tensor.conj()
-    if flags & _PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-    if flags & _REQUIRES_GRAD:
-        tensor.requires_grad_()
-    return tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,8 +166,8 @@ class Bodies:
         self._in_graph = agent.codec.encoder(agent.membership.own_id).in_graph
         self._forms = [self._form_of(member.member_id) for member in members]
         for form in set(self._forms) or {_Form(True)}:
-            self._parts[form] = self._pack(content, form)
-        holes = [hole for part in self._parts.values() for hole in part.holes]
+            self._parts[form] = self._pack(content, form, self._parts.items())
+        holes = [hole for part in {*self._parts.values()} for hole in part.holes]
         self._find_shared(holes)
         for hole in holes:
             if isinstance(hole, PerMember) and members and id(hole) not in self._values:
@@ -180,7 +180,12 @@ class Bodies:
         maps = membership.device_maps.get(member)
         return _Form(membership.same_main[member], None if maps is None else maps[0])
 
-    def _pack(self, obj: Any, form: _Form) -> Part:
+    def _pack(self, obj: Any, form: _Form, packed: Iterable[tuple[_Form, Part]]) -> Part:
+        """Packs an object, unless it was ``packed`` in the same way."""
+        moves_cpu = form.devices is not None and form.devices.moves_cpu
+        for other, part in packed:
+            if other.same_main == form.same_main and not (part.placed or moves_cpu):
+                return part
         return Part.of(self._service, obj, form.same_main, self._in_graph, form.devices)
 
     def _find_shared(self, holes: Sequence[Any]) -> None:
@@ -200,14 +205,15 @@ class Bodies:
         for value, form in zip(self._values[id(hole)], self._forms, strict=True):
             key = id(value), form
             if id(value) in repeated and key not in self._repeated:
-                self._repeated[key] = self._pack(value, form)
+                same = [(f, part) for (each, f), part in self._repeated.items() if each == key[0]]
+                self._repeated[key] = self._pack(value, form, same)
 
     def _lay_in_memory(self) -> None:
         """Copies each part to shared memory, if it is for several messages to one host.
 
         On another host, the first member that lives hands it on.
         """
-        for part in (*self._parts.values(), *self._repeated.values()):
+        for part in {*self._parts.values(), *self._repeated.values()}:
             self._service.count(bytes_packed=part.nbytes)
         readers: dict[tuple[Part, MemberId], list[MemberId]] = {}
         for place, member in enumerate(self._members):
