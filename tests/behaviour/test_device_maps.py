@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -272,9 +273,16 @@ class TestCurrentDevice:
         for function in (generate, generate_later):
             streams = [rpc.rpc_stream("worker1", function, (make(each),)) for each in DEVICES]
             assert [list(each) for each in streams] == [[1] * STEPS, [0] * STEPS]
+        for device, wanted in zip(DEVICES, (1, 0), strict=True):
+            assert rpc.rpc_sync("worker1", batch, (make(device),)) == wanted
         futures = [rpc.rpc_async("worker1", later, (make(each),)) for each in DEVICES]
         assert rpc.wait_all(futures) == [[1] * STEPS, [0] * STEPS]
         assert rpc.rpc_sync("worker2", current_device) == 0
+
+
+@rpc.functions.batched
+def batch(tensors: list[torch.Tensor]) -> list[int]:
+    return [current_device()] * len(tensors)
 
 
 async def later(_: torch.Tensor) -> list[int]:
@@ -344,7 +352,7 @@ class TestUnmapped:
         assert rpc.rpc_sync("worker2", echo, (1,)) == 1
 
     def test_a_group_is_refused_for_the_member_without_a_map(self) -> None:
-        with pytest.raises(rpc.SerializationError, match="destination worker2"):
+        with pytest.raises(rpc.SerializationError, match=r"^argument 0 of echo: .* worker2:"):
             rpc.rpc_sync(rpc.group(["worker1", "worker2"]), echo, (make("fake:0"),))
 
 
@@ -356,21 +364,25 @@ class HasTensor(Exception):
     pass
 
 
-def fail_with_tensor() -> None:
-    raise HasTensor("a reason", make("fake:0"), make("cpu"))
+def fail_with_tensor(kind: type[Exception]) -> None:
+    raise kind("a reason", make("fake:0"), make("cpu"))
 
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize("to", ["worker1", "worker2"])
-def test_a_tensor_on_a_device_never_hides_an_exception(to: str) -> None:
-    with pytest.raises(HasTensor) as caught:
-        rpc.rpc_sync(to, fail_with_tensor)
-    reason, left_out, tensor = caught.value.args
-    assert reason == "a reason"
-    assert left_out.startswith(
-        "<left out: a tensor on fake:0 of shape (3,) and dtype torch.float32"
-    )
-    assert torch.equal(tensor, make("cpu"))
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_tensor_on_a_device_never_hides_an_exception(to: str, in_context: bool) -> None:
+    class Local(Exception):
+        pass
+
+    for kind in (HasTensor, Local, ValueError):
+        scope = rpc.autograd.context() if in_context else contextlib.nullcontext()
+        with scope, pytest.raises(Exception, match="a reason") as caught:
+            rpc.rpc_sync(to, fail_with_tensor, (kind,))
+        assert caught.type.__name__ == kind.__name__
+        _, left_out, tensor = caught.value.args
+        assert left_out.startswith("<left out: a tensor on fake:0 of shape (3,) and dtype torch.")
+        assert torch.equal(tensor, make("cpu"))
 
 
 # -- checks when workers meet --------------------------------------------------------------------
