@@ -38,6 +38,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.actors.service import ActorService
+from zrpc.services.agreement import AgreementService
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
@@ -62,6 +63,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 
 # What an agent has, in the order in which it is plugged in.
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
+    AgreementService,
     SharedMemoryService,
     plug_in_rrefs,
     ActorService,

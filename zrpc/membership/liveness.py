@@ -26,7 +26,13 @@ _TICK_SECONDS = 0.1
 # When to try again what the system did not allow.
 _RETRY_SECONDS = 1.0
 # Why a worker is lost whose process may still run; and reasons that are also learned later.
-_MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
+_MAY_LIVE = (
+    Reason.SILENT,
+    Reason.DECLARED_DEAD,
+    Reason.NO_WAY_BACK,
+    Reason.PUT_OUT,
+    Reason.OUT,
+)
 _FINAL = (Reason.ENDED, Reason.LEFT, Reason.REPLACED)
 _NO_WAY_THERE = (
     "no connection to it at {endpoint} could be made: a firewall or the network is in the way, or "
@@ -157,8 +163,9 @@ class LivenessMonitor:
         sent: float = 0,
         tried: str = "",
         within: float = math.inf,
+        why: str = "",
     ) -> Loss | None:
-        """Notes that a peer has announced that it is gone; returns None if that was known.
+        """Notes that a peer is gone, as it or others say; returns None if that was known.
 
         Some of the messages that it has sent here may still be in flight, since large ones are
         overtaken. Then this returns None too, and the peer is gone in a later `tick`.
@@ -169,6 +176,7 @@ class LivenessMonitor:
             sent: how many messages it has sent here; infinite if that is not known.
             tried: the address of this worker if the peer could never connect to it.
             within: how long to wait for these messages at most, in seconds.
+            why: more about the reason.
         """
         now = time.monotonic()
         if self._received.get(member, sent) < sent:
@@ -177,7 +185,7 @@ class LivenessMonitor:
             return None
         loss = self._detector.declare_lost(member, reason, now)
         if loss is not None:
-            self._record_loss(loss, tried)
+            self._record_loss(loss, tried, why)
         elif self.may_live(member) and reason in _FINAL:
             self._losses[member] = (reason, reason.value)
         return loss
@@ -198,6 +206,10 @@ class LivenessMonitor:
             for member in complete
         ]
         return [loss for loss in found if loss is not None]
+
+    def answers(self, member: MemberId) -> bool:
+        """Whether a peer answers heartbeats at present."""
+        return self._detector.answers(member)
 
     def silence(self, member: MemberId) -> float | None:
         """Returns the seconds since a peer's last sign of life; see `FailureDetector.silence`."""
@@ -276,9 +288,9 @@ class LivenessMonitor:
         if not probe.pending:
             self._probes.pop(member).close()
 
-    def _record_loss(self, loss: Loss, tried: str = "") -> None:
+    def _record_loss(self, loss: Loss, tried: str = "", more: str = "") -> None:
         endpoint = self._network.endpoint(loss.member)
-        why = loss.reason.value
+        why = loss.reason.value + more
         if loss.unreached and endpoint.startswith("tcp://"):
             self._tried_in_vain[loss.member] = endpoint
             if loss.reason is Reason.SILENT:
