@@ -87,9 +87,9 @@ _SURFACE = {
         function_names future future_error future_group last_calls main_copies message_hooks
         open_telemetry outbox pending_call pending_calls recorder""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service batching.service
-        collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
-        groups.future groups.gathering groups.group groups.relay groups.service
+    "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
+        batching.service collectives debugger.prompt debugger.service elastic.join elastic.limits
+        groups.arguments groups.future groups.gathering groups.group groups.relay groups.service
         inspection.discovery inspection.rates inspection.report inspection.service
         inspection.snapshot metrics.service names.claims names.service queue.service rref.rref
         rref.service shm.segments shm.service streams.service streams.stream tracing.service

@@ -92,7 +92,7 @@ def test_a_mesh_that_is_split_stays_split(mesh: Mesh) -> None:
         until_counted(mesh, {rank: side for side in sides for rank in side})
     for rank in (0, 2):
         assert mesh.run(rank, zrpc.rpc_sync, rank + 1, echo, (1,)) == 1
-        with pytest.raises(zrpc.WorkerDied, match="it no longer answers|declared this worker dead"):
+        with pytest.raises(zrpc.WorkerDied, match=r"no longer answers|declared this worker"):
             mesh.run(rank, zrpc.rpc_sync, (rank + 2) % 4, echo, (1,))
     for end in [mesh.submit(rank, zrpc.shutdown) for rank in range(4)]:
         end.result(SOON)
