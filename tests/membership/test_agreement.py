@@ -52,7 +52,7 @@ def test_a_loss_counts_also_if_the_other_one_has_gone_since() -> None:
     agreement.hear(B, unreached(E, B), 0.0)
     note = agreement.judge(LIMIT, range(5), always)  # type: ignore[arg-type]
     assert note is not None
-    agreement.lose(E, note)
+    agreement.lose(E, note, 0.0)
     for sender, member in ((C, B), (C, D)):
         agreement.hear(sender, unreached(member, sender), 0.0)
     agreement.hear(B, unreached(D, B), 0.0)
@@ -95,7 +95,7 @@ def test_the_lowest_rank_that_is_not_of_the_pair_judges_first() -> None:
 def test_a_pair_that_is_lost_is_no_longer_judged() -> None:
     agreement = Agreement(C, LIMIT)
     agreement.hear(A, unreached(B, A), 0.0)
-    agreement.lose(B, None)
+    agreement.lose(B, None, 0.0)
     assert agreement.judge(LIMIT, [A, C], always) is None
 
 
@@ -103,10 +103,21 @@ def test_each_is_told_once_and_again_if_messages_were_lost() -> None:
     agreement = Agreement(A, LIMIT)
     notes = [unreached(D, A), LossNote(How.PUT_OUT, E, C, D)]
     for note in notes:
-        agreement.lose(note.member, note)
+        agreement.lose(note.member, note, 0.0)
     assert [agreement.untold(B), agreement.untold(B), agreement.untold(C)] == [notes, [], notes]
     agreement.tell_again(B)
     assert [agreement.untold(B), agreement.untold(C)] == [notes, []]
+
+
+def test_a_worker_that_has_lost_another_waits_for_what_others_decide() -> None:
+    first, third = Agreement(A, LIMIT), Agreement(C, LIMIT)
+    assert first.settled(0.0)
+    first.lose(B, LossNote(How.ENDED, B, A, A), 0.0)
+    assert first.settled(0.0)
+    first.lose(B, unreached(B, A), 0.0)
+    third.hear(A, unreached(B, A), 0.0)
+    for each in (first, third):
+        assert [each.settled(now) for now in (0.0, 2.0, 3.0)] == [False, False, True]
 
 
 def test_notes_as_bytes() -> None:
@@ -143,7 +154,7 @@ class Worker:
     def lose(self, member: MemberId, note: LossNote | None) -> None:
         if member in self.counts and member != self.id:
             self.counts.discard(member)
-            self.rules.lose(member, note)
+            self.rules.lose(member, note, 0.0)
 
     def put_out(self, note: LossNote) -> None:
         self.verdicts.setdefault(note.member, note)

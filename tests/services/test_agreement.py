@@ -84,6 +84,19 @@ def test_the_worker_that_has_lost_more_goes(mesh: Mesh) -> None:
 
 
 @pytest.mark.zrpc(workers=4)
+def test_a_leader_of_the_shutdown_that_is_put_out_lets_nobody_go(mesh: Mesh) -> None:
+    meet(mesh)
+    with cut(mesh, (0, 1), (0, 2)):
+        ends = [mesh.submit(rank, zrpc.shutdown) for rank in (0, 3)]
+        ends[0].result(SOON)
+    for rank in (1, 2):
+        assert mesh.run(rank, zrpc.rpc_sync, 3, echo, (1,)) == 1
+    ends += [mesh.submit(rank, zrpc.shutdown) for rank in (1, 2)]
+    for end in ends:
+        end.result(SOON)
+
+
+@pytest.mark.zrpc(workers=4)
 def test_a_mesh_that_is_split_stays_split(mesh: Mesh) -> None:
     """Each side goes on, also when the network is whole again."""
     meet(mesh)

@@ -101,13 +101,18 @@ class Agreement:
     def __init__(self, own_id: MemberId, limit: float) -> None:
         self._own_id = own_id
         self._spread = min(limit * _SPREAD, _MAX_SPREAD_SECONDS)
+        self._unsettled_until = 0.0
         self._notes: list[LossNote] = []
         self._told: dict[MemberId, int] = {}  # how many of the notes each member was told
         self._pairs: dict[tuple[MemberId, MemberId], _Pair] = {}
         # With whom each member was in a pair. Those that were put out since still count.
         self._apart: defaultdict[MemberId, set[MemberId]] = defaultdict(set)
 
-    def lose(self, member: MemberId, note: LossNote | None) -> None:
+    def settled(self, now: float) -> bool:
+        """Whether nobody is about to be put out, as far as is known here."""
+        return now >= self._unsettled_until
+
+    def lose(self, member: MemberId, note: LossNote | None, now: float) -> None:
         """Notes that a member is lost here, and what the others are to be told of that."""
         self._told.pop(member, None)
         self._pairs = {both: pair for both, pair in self._pairs.items() if member not in both}
@@ -117,15 +122,23 @@ class Agreement:
                 others.discard(member)
         if note is not None:
             self._notes.append(note)
+            if note.how is How.UNREACHED:
+                self._unsettle(now)
 
     def hear(self, sender: MemberId, note: LossNote, now: float) -> None:
         """Notes that a member no longer reaches another one, which this worker has not lost."""
         if self._own_id in (sender, note.member) or sender == note.member:
             return
         both = min(sender, note.member), max(sender, note.member)
-        self._pairs.setdefault(both, _Pair(*both, now))
+        if both not in self._pairs:
+            self._pairs[both] = _Pair(*both, now)
+            self._unsettle(now)
         self._apart[sender].add(note.member)
         self._apart[note.member].add(sender)
+
+    def _unsettle(self, now: float) -> None:
+        """Gives all judges of a pair time to decide, and word of that time to arrive."""
+        self._unsettled_until = now + 3 * self._spread
 
     def judge(
         self, now: float, living: Collection[MemberId], reaches: Callable[[MemberId], bool]

@@ -50,11 +50,15 @@ class AgreementService(Service):
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
-        self._agreement.lose(member, self._note(member))
+        self._agreement.lose(member, self._note(member), time.monotonic())
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
         self._agreement.tell_again(member)
+
+    @override
+    def idle(self) -> bool:
+        return self._agreement.settled(time.monotonic())
 
     def _note(self, member: MemberId) -> LossNote | None:
         """Returns what the others are to be told of a loss."""
