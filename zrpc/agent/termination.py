@@ -9,8 +9,8 @@ runs and nothing is in flight (Mattern's four-counter method: F. Mattern, "Algor
 distributed termination detection", Distributed Computing 2, 1987). Then the leader lets all workers
 go.
 
-If the leader is lost, all turn to the next one. A lost worker no longer counts. Two workers may have
-lost each other while others reach both. Until all agree which of them goes (see
+If the leader is lost, all turn to the next one. A lost worker no longer counts. Two workers may
+have lost each other while others reach both. Until all agree which of them goes (see
 ``zrpc.membership.agreement``), neither they nor those that know of it are idle. So a leader that
 lets all go speaks for all.
 
