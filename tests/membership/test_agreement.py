@@ -105,7 +105,9 @@ def test_each_is_told_once_and_again_if_messages_were_lost() -> None:
     for note in notes:
         agreement.lose(note.member, note, 0.0)
     assert [agreement.untold(B), agreement.untold(B), agreement.untold(C)] == [notes, [], notes]
+    assert agreement.is_told(B)
     agreement.tell_again(B)
+    assert not agreement.is_told(B)
     assert [agreement.untold(B), agreement.untold(C)] == [notes, []]
 
 
@@ -116,8 +118,10 @@ def test_a_worker_that_has_lost_another_waits_for_what_others_decide() -> None:
     assert first.settled(0.0)
     first.lose(B, unreached(B, A), 0.0)
     third.hear(A, unreached(B, A), 0.0)
-    for each in (first, third):
-        assert [each.settled(now) for now in (0.0, 2.0, 3.0)] == [False, False, True]
+    assert [first.settled(now) for now in (0.0, 2.0, 3.0)] == [False, False, True]
+    assert not third.settled(3.0)  # it judges them, or loses one of them
+    third.lose(B, None, 3.0)
+    assert third.settled(3.0)
 
 
 def test_notes_as_bytes() -> None:

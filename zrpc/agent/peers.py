@@ -225,19 +225,23 @@ class Peers:
             self._shutdown.receive(member, message.body)
         if message.kind == Kind.LEAVE or self._liveness.reason(member) in _SAID_BY_ITSELF:
             return
+        self.tell(member)
+
+    def tell(self, member: MemberId) -> None:
+        """Tells a member that is lost so, by a mailbox, at most once in a while."""
         now = time.monotonic()
-        if now > self._told_dead.get(member, 0.0) + _TELL_DEAD_SECONDS:
+        if now > self._told_dead.get(member, -math.inf) + _TELL_DEAD_SECONDS:
             self._told_dead[member] = now
             self._network.notify(member, self._notice(member))
 
     def _on_greeting(self, member: MemberId) -> None:
         """A member begins to watch whether this worker lives, or has connected again for that."""
         if member in self._membership.lost:
-            self._tell(member)
+            self._answer_heartbeats(member)
         else:
             self._liveness.greeted(member)
 
-    def _tell(self, member: MemberId) -> None:
+    def _answer_heartbeats(self, member: MemberId) -> None:
         """Tells a member that is lost so by its own connection; see `zrpc.transport.heartbeat`."""
         routing_id = self._heartbeats.get(member)
         if routing_id is not None:
@@ -272,7 +276,7 @@ class Peers:
         member = loss.member
         self._dispatcher.forget(member)
         if loss.reason not in _SAID_BY_ITSELF:
-            self._tell(member)
+            self._answer_heartbeats(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))
         self._on_member_lost(member)

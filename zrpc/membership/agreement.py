@@ -110,7 +110,7 @@ class Agreement:
 
     def settled(self, now: float) -> bool:
         """Whether nobody is about to be put out, as far as is known here."""
-        return now >= self._unsettled_until
+        return not self._pairs and now >= self._unsettled_until
 
     def lose(self, member: MemberId, note: LossNote | None, now: float) -> None:
         """Notes that a member is lost here, and what the others are to be told of that."""
@@ -123,22 +123,17 @@ class Agreement:
         if note is not None:
             self._notes.append(note)
             if note.how is How.UNREACHED:
-                self._unsettle(now)
+                # For all judges of a pair to decide, and for word of that to arrive.
+                self._unsettled_until = now + 3 * self._spread
 
     def hear(self, sender: MemberId, note: LossNote, now: float) -> None:
         """Notes that a member no longer reaches another one, which this worker has not lost."""
         if self._own_id in (sender, note.member) or sender == note.member:
             return
         both = min(sender, note.member), max(sender, note.member)
-        if both not in self._pairs:
-            self._pairs[both] = _Pair(*both, now)
-            self._unsettle(now)
+        self._pairs.setdefault(both, _Pair(*both, now))
         self._apart[sender].add(note.member)
         self._apart[note.member].add(sender)
-
-    def _unsettle(self, now: float) -> None:
-        """Gives all judges of a pair time to decide, and word of that time to arrive."""
-        self._unsettled_until = now + 3 * self._spread
 
     def judge(
         self, now: float, living: Collection[MemberId], reaches: Callable[[MemberId], bool]
@@ -167,6 +162,10 @@ class Agreement:
         told = self._told.get(member, 0)
         self._told[member] = len(self._notes)
         return self._notes[told:]
+
+    def is_told(self, member: MemberId) -> bool:
+        """Returns whether a member was told all."""
+        return self._told.get(member, 0) == len(self._notes)
 
     def tell_again(self, member: MemberId) -> None:
         """Notes that messages to a member may be lost."""

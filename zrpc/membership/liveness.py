@@ -54,7 +54,8 @@ class LivenessMonitor:
         received: how many messages came from each worker that is not gone, kept by the agent.
 
     Attributes:
-        expected: workers to monitor before any message was exchanged with them.
+        expected, suspected: workers to monitor before any message was exchanged with them: their
+            messages are expected, or others no longer reach them.
         missed: how often the heartbeats of a peer have stopped: it did not answer in time, or the
             connection broke.
         reconnects: how often a peer has answered heartbeats again after that.
@@ -79,6 +80,7 @@ class LivenessMonitor:
         self._retry_at = 0.0
         self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
         self.expected: set[MemberId] = set()
+        self.suspected: set[MemberId] = set()
         self.missed = self.reconnects = 0
         self._probes: dict[MemberId, ListenerProbe] = {}
         # Members of other hosts whose ports later members have: their processes have ended.
@@ -241,9 +243,10 @@ class LivenessMonitor:
         """Monitors each peer that a message was exchanged with, or is expected from."""
         if not self._detector.limit or now < self._retry_at:
             return
+        named = self.expected | self.suspected
         for member, count in self._received.items():
             if (
-                (count or everyone or member in self.expected or self._network.knows(member))
+                (count or everyone or member in named or self._network.knows(member))
                 and member != self._membership.own_id
                 and not self._detector.monitors(member)
                 # Else first its predecessor at that port must be declared lost.

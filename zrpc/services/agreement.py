@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from functools import partial
 
 from typing_extensions import override
 
@@ -44,6 +45,9 @@ class AgreementService(Service):
         reaches = agent.liveness.answers
         while (note := self._agreement.judge(now, agent.membership.living, reaches)) is not None:
             agent.peers.put_out(note)
+            # It may have no connection to this worker. Behind what closes its mailboxes.
+            tell = partial(agent.peers.tell, note.member)
+            agent.completions.submit(partial(agent.receiver.in_io_thread, tell))
         for member in self._talks_to():
             if notes := self._agreement.untold(member):
                 agent.outbox.post(member, Message(Kind.LOST, body=pack_notes(notes)))
@@ -58,7 +62,12 @@ class AgreementService(Service):
 
     @override
     def idle(self) -> bool:
-        return self._agreement.settled(time.monotonic())
+        """Returns whether all members that this worker talks to agree with it, as far as it knows.
+
+        What they are told comes before the next question of a leader.
+        """
+        rules = self._agreement
+        return rules.settled(time.monotonic()) and all(map(rules.is_told, self._talks_to()))
 
     def _note(self, member: MemberId) -> LossNote | None:
         """Returns what the others are to be told of a loss."""
@@ -92,6 +101,8 @@ class AgreementService(Service):
             if note.how is How.PUT_OUT:
                 peers.put_out(note)
             elif note.how is How.UNREACHED:
+                # Found out by heartbeats: this worker reaches both, or drops one of them, too.
+                self.agent.liveness.suspected |= {message.sender, member}
                 self._agreement.hear(message.sender, note, time.monotonic())
             elif member != membership.own_id:
                 peers.remove(member, Reason.ENDED, _LAST_MESSAGE_SECONDS)
