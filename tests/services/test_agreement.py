@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 
 import pytest
 
@@ -28,6 +29,16 @@ def meet(mesh: Mesh) -> None:
     """Lets all talk with all."""
     for one, other in itertools.permutations(range(len(mesh)), 2):
         assert mesh.run(one, zrpc.rpc_sync, other, echo, (1,)) == 1
+
+
+def gather() -> dict[str, None]:
+    """Gathers once all have heard who is out."""
+    deadline = time.monotonic() + SOON
+    while True:
+        try:
+            return zrpc.all_gather(None)
+        except zrpc.WorkerDied:
+            assert time.monotonic() < deadline
 
 
 def cut(mesh: Mesh, *pairs: tuple[int, int]) -> contextlib.ExitStack:
@@ -60,7 +71,12 @@ def test_a_third_worker_puts_out_one_of_two_that_have_lost_each_other(
     with pytest.raises(zrpc.WorkerDied, match=f"this worker was put out of the mesh: {why}"):
         mesh.run(out, zrpc.rpc_sync, third, echo, (1,))
     # The others go on, and each shutdown ends.
-    assert mesh.run(stays, zrpc.rpc_sync, third, echo, (1,)) == 1
+    gathered = [mesh.submit(rank, gather) for rank in (stays, third)]
+    assert [set(each.result(SOON)) for each in gathered] == [
+        {f"worker{stays}", f"worker{third}"}
+    ] * 2
+    with pytest.raises(zrpc.WorkerDied, match="is gone"):
+        mesh.run(out, zrpc.all_gather, out)
     for end in [mesh.submit(rank, zrpc.shutdown) for rank in range(3)]:
         end.result(SOON)
 

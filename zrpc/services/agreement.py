@@ -96,10 +96,12 @@ class AgreementService(Service):
         membership, peers = self.agent.membership, self.agent.peers
         for note in parse_notes(message.body):
             member = note.member
-            if member in membership.lost or not membership.was_found(member):
+            if not membership.was_found(member):
                 continue
             if note.how is How.PUT_OUT:
                 peers.put_out(note)
+            elif member in membership.lost:
+                continue
             elif note.how is How.UNREACHED:
                 # Found out by heartbeats: this worker reaches both, or drops one of them, too.
                 self.agent.liveness.suspected |= {message.sender, member}
