@@ -74,7 +74,7 @@ def test_a_worker_of_the_pair_judges_nobody() -> None:
     assert judged_by(A, [(B, A)]) is None
 
 
-def test_whoever_does_not_reach_both_judges_nobody() -> None:
+def test_a_worker_that_does_not_reach_both_judges_nobody() -> None:
     agreement = Agreement(C, LIMIT)
     agreement.hear(A, unreached(B, A), 0.0)
     assert agreement.judge(LIMIT, [A, B, C], lambda member: member != B) is None

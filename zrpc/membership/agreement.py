@@ -6,10 +6,10 @@ others that it talks to whom it has lost. One that learns of such a *pair*, and 
 judges it. It puts out the worker that has more such losses; of equals, the one with the higher
 rank. All are told who is put out, also that worker, and each tells all others again.
 
-Judges may decide differently, since they need not have heard the same. Then both go. Whoever is put
-out stays out, and word of that goes on from each to all. So any two workers that reach each other,
-directly or by one other, agree in the end. A worker that reaches all others is in no pair, and is
-never put out.
+Judges may decide differently, since they need not have heard the same. Then both go. A worker that
+is put out stays out, and word of that goes on from each to all. So any two workers that reach each
+other, directly or by one other, agree in the end. A worker that reaches all others is in no pair,
+and is never put out.
 
 If a mesh is split, nobody reaches both of a pair. Each side goes on as a mesh of its own.
 
@@ -83,7 +83,7 @@ def parse_notes(body: bytes | bytearray | memoryview) -> list[LossNote]:
 
 @dataclass(slots=True)
 class _Pair:
-    """Two members of which one has lost the other, and when this worker learned of it."""
+    """Two members that have lost each other, and when this worker learned of it."""
 
     one: MemberId
     other: MemberId

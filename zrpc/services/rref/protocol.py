@@ -39,8 +39,8 @@ Messages may arrive in any order and more than once:
   that message arrives.
 
 Two workers may lose each other while both still talk to a third one. One of them is then lost to
-all (see ``zrpc.membership.agreement``). So whoever waits for word about a fork loses either the
-worker that would send it, or the one of which it would be.
+all (see ``zrpc.membership.agreement``). So a worker that waits for word about a fork loses either
+the sender of that word, or the worker that has the fork.
 """
 
 from __future__ import annotations
