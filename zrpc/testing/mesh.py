@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -14,7 +15,6 @@ from zrpc.testing.faults.proxy import Relays
 from zrpc.testing.leaks import LeakError
 from zrpc.testing.results import result_of, results_of
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.watchdog import Watchdog, print_report
 from zrpc.testing.worker import Work, Worker
 
 if TYPE_CHECKING:
@@ -70,8 +70,8 @@ class Mesh:
         clean_up: Callable[[], list[str]] | None = None,
     ) -> None:
         self._spec = spec
-        # How long each wait may take; set if no test or statement has a deadline for all.
-        self._wait_limit: float | None = None
+        # Limits a wait; set if no test or statement has a deadline for all of them.
+        self._limit: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._workers = list(workers)
         self._clean_up = clean_up
         self._relays: Relays | None = None
@@ -123,7 +123,7 @@ class Mesh:
         worker runs next, and a warning says so.
         """
         __tracebackhide__ = True
-        with self._limited():
+        with self._limit():
             found = self._worker(worker)
             return result_of(found, found.submit(fn, args, kwargs))
 
@@ -143,7 +143,7 @@ class Mesh:
                 running ``fn`` are not waited for.
         """
         __tracebackhide__ = True
-        with self._limited():
+        with self._limit():
             work = [worker.submit(fn, args, kwargs) for worker in self._workers]
             return results_of(self._workers, work, interrupts=True)
 
@@ -315,7 +315,7 @@ class Mesh:
         self._shut_down = True
         advise(self, None)
         try:
-            with self._limited():
+            with self._limit():
                 self._shutdown(graceful)
         finally:
             if self._relays is not None:
@@ -345,17 +345,6 @@ class Mesh:
         """
         outputs = [(worker.name, worker.new_output()) for worker in self._workers]
         return [(name, text) for name, text in outputs if text]
-
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        """Fails all waits for the mesh, for good, if the statement takes too long."""
-        __tracebackhide__ = True
-        if self._wait_limit is None:
-            yield
-            return
-        with Watchdog(self._wait_limit, print_report) as watchdog, watchdog.interruptible():
-            watchdog.watch(self)
-            yield
 
     # -- for the watchdog, in its thread -------------------------------------------------
 

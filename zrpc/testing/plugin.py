@@ -131,15 +131,11 @@ class MeshFactory:
 
     def __call__(self, workers: int = DEFAULT_WORKERS, **arguments: Any) -> Mesh:
         """Starts a mesh; the arguments are those of the marker, and of `zrpc.testing.MeshSpec`."""
-        from zrpc.testing.startup import start_mesh, warm_up
-        from zrpc.testing.watchdog import Watchdog, print_report
+        from zrpc.testing.startup import start_shared_mesh
 
         __tracebackhide__ = True
         spec = MeshSpec(workers, **arguments)
-        warm_up(spec.processes)
-        with Watchdog(spec.timeout, print_report) as watchdog, watchdog.interruptible():
-            mesh = start_mesh(spec, watchdog, by_value=self._by_value, capture=self._capture)
-        mesh._wait_limit = spec.timeout
+        mesh = start_shared_mesh(spec, by_value=self._by_value, capture=self._capture)
         self._meshes.append(mesh)
         return mesh
 

@@ -12,7 +12,7 @@ from zrpc.testing.mesh import Mesh
 from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
 from zrpc.testing.watchdog import Watchdog, print_report
 
-__all__ = ["local_mesh", "start_mesh", "warm_up"]
+__all__ = ["local_mesh", "start_mesh", "start_shared_mesh", "warm_up"]
 
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
 # it until init_timeout has passed, so that is kept short.
@@ -78,6 +78,33 @@ def start_mesh(
     except BaseException:
         mesh.shutdown(graceful=False)
         raise
+    return mesh
+
+
+def start_shared_mesh(spec: MeshSpec, *, by_value: Iterable[str], capture: bool) -> Mesh:
+    """Starts a mesh without a deadline: each wait for it may take the specification's timeout.
+
+    The other arguments, and the errors, are those of `start_mesh`.
+    """
+    __tracebackhide__ = True
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[Watchdog]:
+        __tracebackhide__ = True
+        with Watchdog(spec.timeout, print_report) as watchdog, watchdog.interruptible():
+            yield watchdog
+
+    @contextlib.contextmanager
+    def limit() -> Iterator[None]:
+        __tracebackhide__ = True
+        with limited() as watchdog:
+            watchdog.watch(mesh)
+            yield
+
+    warm_up(spec.processes)
+    with limited() as watchdog:
+        mesh = start_mesh(spec, watchdog, by_value=by_value, capture=capture)
+    mesh._limit = limit
     return mesh
 
 
