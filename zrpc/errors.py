@@ -269,13 +269,14 @@ def of_lost_message(text: str, executed: bool | None) -> RpcError:
     return error
 
 
+_START_MESH = "or zrpc.start_mesh in a program or a notebook that starts its own workers."
 # What a thread that is no worker may do, by what lets it: a mesh of this process. Entries of one
 # that is collected vanish.
 _advice: WeakKeyDictionary[object, str] = WeakKeyDictionary()
 
 
 def advise(owner: object, text: str | None) -> None:
-    """Adds a sentence to the errors of `not_initialized` while ``owner`` lives; None removes it."""
+    """Ends the errors of `not_initialized` with a text while ``owner`` lives; None removes it."""
     if text is None:
         _advice.pop(owner, None)
     else:
@@ -284,10 +285,8 @@ def advise(owner: object, text: str | None) -> None:
 
 def not_initialized() -> NotInitializedError:
     """Returns the error of a call in a process, or a context, without an agent."""
-    advice = next(iter(list(_advice.values())), "")
-    return NotInitializedError(
-        f"RPC has not been initialized. Call zrpc.init_rpc first. {advice}".rstrip()
-    )
+    advice = next(iter(list(_advice.values())), _START_MESH)
+    return NotInitializedError(f"RPC has not been initialized. Call zrpc.init_rpc first, {advice}")
 
 
 def has_shut_down() -> NotInitializedError:

@@ -35,7 +35,7 @@ _STOP_SECONDS_PER_WORKER = 0.5
 # How long a killed worker may take to stop.
 _KILL_SECONDS = 1.0
 _ADVICE = (
-    "Or, since this code isn't a worker of the mesh that this process has started: run a function "
+    "or, since this code isn't a worker of the mesh that this process has started, run a function "
     'on one, as in mesh.run("worker0", zrpc.rpc_sync, "worker1", fn).'
 )
 

@@ -19,7 +19,7 @@ __all__ = ["local_mesh", "start_mesh", "start_shared_mesh", "warm_up"]
 _INIT_TIMEOUT_SECONDS = 10.0
 _DROPPED = (
     "the mesh is shut down, since nothing holds its context manager any more: use local_mesh in a "
-    "with statement, or keep both: manager = zrpc.local_mesh(2), then mesh = manager.__enter__()"
+    "with statement, keep what it returns as well as the mesh, or use zrpc.start_mesh"
 )
 
 
