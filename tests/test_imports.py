@@ -54,7 +54,7 @@ FACE = {
     "zrpc.streams",
 }
 # What goes by value in a pickle.
-VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
+VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts", "zrpc.function_homes"}
 # A service may know these others, and no more.
 NEIGHBOURS = {
     ("actors", "rref"),
