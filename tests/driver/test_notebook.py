@@ -74,7 +74,10 @@ zrpc.rpc_sync("rollout0", wait)""",
 zrpc.rpc_sync("rollout0", max, args=(1, 2))
 time.sleep(0.5)""",
     "killed": """
-print(zrpc.rpc_async("learner0", os.kill, args=(mesh.pids["learner0"], 9)).exception())
+try:
+    zrpc.rpc_sync("learner0", os.kill, args=(mesh.pids["learner0"], 9))
+except zrpc.WorkerDied as error:
+    print(error)
 mesh.close()
 mesh.close()""",
     "again": """
