@@ -54,7 +54,7 @@ FACE = {
     "zrpc.streams",
 }
 # What goes by value in a pickle.
-VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
+VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts", "zrpc.function_homes"}
 # A service may know these others, and no more.
 NEIGHBOURS = {
     ("actors", "rref"),
@@ -95,8 +95,8 @@ _SURFACE = {
         inspection.snapshot metrics.service names.claims names.service queue.service rref.rref
         rref.service shm.segments shm.service streams.service streams.stream tracing.service
         weights.publisher weights.service weights.subscriber""",
-    "zrpc.launch": """. child console descriptors interpreter output port roles starter task
-        terminal worker""",
+    "zrpc.launch": """. child console descriptors interpreter line_splitter output port roles
+        starter task terminal throttle worker""",
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
