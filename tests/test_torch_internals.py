@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zrpc import torch_internals
+from zrpc.testing import fake_device
 from zrpc.torch_internals import (
     ACCUMULATE_NODE,
+    EngineLocal,
     any_hook_before,
     apply_function,
     base_of,
@@ -173,6 +176,30 @@ def test_any_hook_before(leaf: torch.Tensor) -> None:
     leaf.register_hook(nothing)
     assert before + 1 == RemovableHandle.next_id
     assert any_hook_before()
+
+
+def test_enginelocal() -> None:
+    """The values of a thread hold in the threads of torch's engine that it calls, and end."""
+    local: EngineLocal[str] = EngineLocal("a test's")
+    fake_device()
+    x = torch.ones(2).to("fake:0").requires_grad_()
+    seen = []
+
+    def hook(_: torch.Tensor) -> None:
+        seen.append((threading.get_ident() != caller, local.get()))
+
+    caller = threading.get_ident()
+    assert local.set("outer") is None
+    assert local.set("inner") == "outer"
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    local.set(None)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert seen == [(True, "inner"), (True, None)]
+    assert local.get() is None
 
 
 def test_has_process_group() -> None:

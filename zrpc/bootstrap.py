@@ -19,6 +19,8 @@ from torch.distributed import Store
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
+from zrpc.membership.device_maps import check_device_maps
+from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.endpoints import (
     Meeting,
     address_of,
@@ -43,6 +45,7 @@ from zrpc.services.autograd.service import AutogradService
 from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
+from zrpc.services.devices.service import DeviceService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.groups.relay import RelayService
@@ -80,6 +83,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     BatchingService,
     QueueService,
     WeightsService,
+    DeviceService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.
@@ -202,6 +206,7 @@ def join_mesh(
             public_key="" if keys is None else keys.public,
             restarts=restarts or 0,
             local_world_size=local_world_size(world_size, init_method),
+            devices=DeviceSettings.of(options).dump(),
         )
         if world_size is None or restarts is not None:
             record = replace(record, endpoint=listen(meeting))
@@ -222,7 +227,7 @@ def _join_fixed(
         meeting.options.init_timeout,
         meeting.secret,
         listen=partial(listen_if_needed, meeting, record),
-        check=check_reachable,
+        check=_check,
     )
     own = records[record.rank]
     if own.endpoint:
@@ -236,6 +241,11 @@ def _join_fixed(
         agent.close()
         raise
     return agent
+
+
+def _check(records: Sequence[PeerRecord]) -> None:
+    check_device_maps(records)
+    check_reachable(records)
 
 
 def _main_key() -> str:

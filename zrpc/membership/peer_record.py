@@ -7,6 +7,7 @@ import json
 import re
 from dataclasses import dataclass, fields
 
+from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
 
@@ -38,6 +39,7 @@ class PeerRecord:
     host: str = ""  # its host's name, for errors
     pid: int = 0  # its process there, for errors
     local_world_size: int = 0  # how many workers its host has; 0 if the engine doesn't say
+    devices: str = ""  # its devices and device maps, see `DeviceSettings`; empty if it has none
 
     @classmethod
     def parse(cls, text: str) -> PeerRecord:
@@ -57,6 +59,7 @@ class PeerRecord:
         record = cls(**values)
         if not is_token(record.token):
             raise ValueError(f"a peer record has a wrong token: {record.token!r}")
+        DeviceSettings.parse(record.devices)
         try:
             record.info  # noqa: B018  # it checks the name
         except RuntimeError as error:

@@ -106,6 +106,7 @@ class Tag(IntEnum):
     NAMING = 24  # of a REMOTE: the name of the actor that it makes
     STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
+    DEVICE = 31  # of a request: the device that is current while its function runs
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

@@ -114,6 +114,18 @@ class SharedMemoryService(Service, MessageHooks):
             self._carry_buffers(member, message)
 
     @override
+    def memory(self, member: MemberId, size: int) -> Any:
+        """Returns memory in a segment for what is copied from devices, if that is possible."""
+        membership = self.agent.membership
+        if self._closed or size < LEAST_BYTES or member == membership.own_id:
+            return None
+        if not membership.reaches_by_ipc(member):
+            return None
+        with contextlib.suppress(MemoryError, RpcError):
+            return self.hold(size)
+        return None
+
+    @override
     def undo_carry(self, member: MemberId, message: Message) -> None:
         """Retires the segments that a message carries or returns, since it can't be sent.
 
