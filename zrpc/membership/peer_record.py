@@ -77,8 +77,8 @@ class PeerRecord:
         """Which member of the mesh it is."""
         return member_id_of(self.rank, self.incarnation)
 
-    def size_mismatch(self, other: PeerRecord) -> str | None:
-        """Returns in which way the two expect meshes of different sizes; None if they don't."""
+    def mismatch(self, other: PeerRecord) -> str | None:
+        """Returns in which way the two expect different meshes; None if they don't."""
         if self.world_size == other.world_size:
             return None
         if self.world_size and other.world_size:

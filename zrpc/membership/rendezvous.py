@@ -1,76 +1,80 @@
-"""How the workers of a mesh find each other: over any ``torch.distributed.Store``.
+"""How the workers of a mesh meet: by one roster, in any ``torch.distributed.Store``.
 
-Each worker writes a peer record under its rank and reads the records of all others. A record can be
-stale: a store may outlive a mesh (torchrun's does, a file may), and any worker may try again after
-a failure. So the workers then confirm that they have seen the same records. Each writes a key that
-is named by the tokens of all records. A record that is replaced meanwhile is read again.
+====================== ================ ======================================================
+entry                  written by       its value
+====================== ================ ======================================================
+leader                 rank 0           its record
+record/T/RANK          each other rank  its record: it has come
+roster/T/N             rank 0           the records of all: all have come
+endpoint/T/N/RANK      each other rank  where it listens, or why it can't: it takes part
+outcome/T/N            rank 0           the endpoints of all: they have met; or why they have not
+====================== ================ ======================================================
 
-A worker listens for the others before it confirms, once it knows from their records who they are.
-Its confirmation says where it can be reached by TCP, or why it can't be.
+T is the token of rank 0, which it draws at its start. So nothing that is left in a store of an
+earlier mesh (torchrun's outlives it, a file may), and nothing that is written there again, is taken
+for an entry of this one: all entries are signed together with their keys
+(``zrpc.membership.signed_store``). A worker that finds an old rank 0 waits for the next one.
 
-A worker that has confirmed may give up before the last one confirms: its time is over, or a record
-was replaced. So the workers also agree on the outcome. The first that sees all confirmations writes
-"met", and one that gives up writes "abandoned", each only if nothing is written yet (an atomic
-compare_set). All go by what is written then: a mesh stands for all of its workers or for none.
+A worker reads two entries and writes two, besides that of rank 0, however many there are.
 
-Rank 0, which may host the store, is the first to confirm. A worker that loses the store can
-therefore tell two cases apart. If rank 0 had confirmed, this was the store of its own mesh, which
-rank 0 joined and has left again. If not, it may have been the store of an earlier mesh, whose host
-had yet to close it.
+A mesh stands for all of its workers or for none. A worker takes part only if its own record is in
+the roster, and whoever gives up after that writes "abandoned" as the outcome, unless there is one
+(an atomic compare_set): what is written then counts for all. After an abandoned outcome, or if a
+record was replaced by that of a worker that was started again, rank 0 writes the next roster (N).
 
-All entries are signed with the cluster secret (``zrpc.membership.signed_store``). A signature shows
-which mesh's worker wrote a record but not when, so anybody who can write to the store can put an
-old one there. It is treated as a stale one: its token is not of this run, so no worker confirms it,
-since a confirmation is signed together with all tokens. A record with another signature is refused.
-A worker that finds one leaves a *protest* for its author, which reads it if it can: then both know.
+Rank 0 may host the store. If a worker loses it after it has read its record in a roster, rank 0 has
+ended. Before that, it may have been the store of an earlier mesh, whose host had yet to close it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.missing_ranks import describe_hosts
+from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
+from zrpc.membership.launched import stop_error
+from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.record_reader import RecordReader, announce, wait_for
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
-__all__ = [
-    "TIMING",
-    "RendezvousTiming",
-    "StoreLost",
-    "digest_of",
-    "meet",
-    "store_errors",
-]
+__all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
 
-# What the workers agree on, see above.
-_MET = "met"
-_ABANDONED = "abandoned"
-# What a confirmation begins with: the worker's endpoint follows, or the reason why it has none.
+_LEADER = "leader"
+# What an endpoint's entry begins with: the endpoint follows, or the reason why there is none.
 _LISTENS = "="
-_FAILED = "!"
+_CAN_NOT = "!"
+_MAX_ROSTER_BYTES = 1 << 23  # more than 4096 records; TCPStore takes no longer entry
+# The store is polled with a pause that grows from the first number to the second. Its own wait()
+# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
+# network error, and FileStore's polls once a second.
+_PAUSE_SECONDS = (0.001, 0.05)
+_KINDS: dict[str, type[RpcError]] = {
+    kind.__name__: kind for kind in (RpcError, RendezvousError, AuthenticationError)
+}
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousTiming:
     """The times of a rendezvous."""
 
-    # How long rank 0 stays at most for the others to read why there is no mesh; one of them may
-    # have died.
+    # How long rank 0 stays at most for the others to read why there is no mesh, as one of them may
+    # have died; and how long after its own time is over.
     failure_read_seconds: float = 5.0
-    # How often a worker reads the records that exist while others are missing.
-    present_check_seconds: float = 0.5
-    # The shortest time between two reads of the records of all ranks, for each rank: every worker
-    # reads them, so that the store has a limited number of requests in a large mesh too.
-    read_seconds_per_rank: float = 0.02
+    overtime_seconds: float = 0.5
+    # How often rank 0 reads the records that exist while others are missing, and each of the others
+    # that of rank 0.
+    look_seconds: float = 0.5
+    # How much longer rank 0 waits between two such reads for each rank.
+    look_seconds_per_rank: float = 0.02
 
 
 TIMING = RendezvousTiming()
@@ -80,8 +84,20 @@ class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
 
 
-class _Changed(Exception):
-    """A record was replaced, or others have abandoned the records."""
+class _Failed(Exception):
+    """There is no mesh, and the others must be told."""
+
+    def __init__(self, error: RpcError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _Again(Exception):
+    """The workers in the roster don't all go on: there must be another one."""
+
+
+class _LeaderReplaced(Exception):
+    """Rank 0 was started again, or another mesh uses the store."""
 
 
 def meet(
@@ -93,7 +109,7 @@ def meet(
     listen: Callable[[list[PeerRecord]], str] = lambda _: "",
     check: Callable[[list[PeerRecord]], None] = lambda _: None,
 ) -> list[PeerRecord]:
-    """Exchanges peer records with all other ranks; returns those of all, with their endpoints.
+    """Meets all other ranks; returns the records of all, with their endpoints.
 
     Args:
         store: shared by all.
@@ -102,21 +118,23 @@ def meet(
         secret: signs the records.
         timing: the times of this rendezvous.
         listen: gets the records of all and returns this worker's endpoint for TCP, empty if it
-            needs none. If it raises an RpcError, no worker joins. It is called again if a record is
-            replaced.
-        check: raises an RpcError if these workers can't form a mesh, and all of them find that.
+            needs none. If it raises an RpcError, no worker joins. It is called again for the next
+            roster.
+        check: raises an RpcError if these workers can't form a mesh; called by rank 0.
 
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
             or one rank; the world sizes differ; a worker can't listen; the store fails.
-        StoreLost: the store is gone, and rank 0 had not confirmed this worker's record in it.
+        StoreLost: the store is gone, and there was no roster with this worker's record in it.
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     entries = SignedStore(store, secret, time.monotonic() + timeout)
     with store_errors():
-        return _Rendezvous(entries, record, timeout, timing, place, listen).run(check)
+        if record.rank:
+            return _Guest(entries, record, timeout, timing, place, listen).run()
+        return _Leader(entries, record, timeout, timing, place, listen).run(check)
 
 
 @contextlib.contextmanager
@@ -134,17 +152,47 @@ def store_errors() -> Iterator[None]:
         ) from error
 
 
-def _host_ended(records: Sequence[PeerRecord], error: Exception) -> RendezvousError:
-    host = records[0].info
-    return RendezvousError(
-        f"expected all {len(records)} workers to go on together once they had met, but lost their "
-        f"store ({error}): its host has exited, which is {host}, or the launcher if that hosts it; "
-        "find out why it exited"
-    )
+class _Verb(Enum):
+    """What rank 0 has found, or what a worker that gives up writes in its place."""
+
+    ROSTER = "roster"  # the records follow
+    MET = "met"  # the endpoints follow
+    FAILED = "failed"  # the kind of the error, and its text
+    ABANDONED = "abandoned"
 
 
-class _Rendezvous:
-    """One call of `meet`."""
+@dataclass(frozen=True, slots=True)
+class _Finding:
+    """A roster, or an outcome."""
+
+    verb: _Verb
+    values: Sequence[str] = ()
+
+    def dump(self) -> str:
+        return json.dumps([self.verb.value, *self.values])
+
+    @classmethod
+    def parse(cls, text: str) -> _Finding:
+        """Reads a finding, or raises an AuthenticationError."""
+        try:
+            verb, *values = map(str, json.loads(text))
+            return cls(_Verb(verb), values)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
+
+    @classmethod
+    def of_error(cls, error: RpcError) -> _Finding:
+        """Returns a finding for `error`, which the others raise."""
+        known = type(error).__name__ if type(error).__name__ in _KINDS else RpcError.__name__
+        return cls(_Verb.FAILED, [known, str(error)])
+
+    def error(self) -> RpcError:
+        kind, text = self.values
+        return _KINDS.get(kind, RendezvousError)(text)
+
+
+class _Worker:
+    """What rank 0 and the others have in common; one call of `meet`."""
 
     def __init__(
         self,
@@ -166,214 +214,402 @@ class _Rendezvous:
             else ""
         )
         self._timing = timing
-        self._reader = RecordReader(entries, record, self._deadline, timing.failure_read_seconds)
-        self._next_read = 0.0
-        # By rank, found while others were missing; some may be of an earlier run.
-        self._came: dict[int, PeerRecord] = {}
         self._listen = listen
-        # The confirmations of the present records by their keys, and why this worker can't listen.
-        self._confirmations: dict[str, str] = {}
-        self._failure: RpcError | None = None
+        self._next_look = 0.0
+        self._failure: RpcError | None = None  # why this worker can't listen
 
-    def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
-        self._reader.write_own()
-        while True:
-            records = self._gather()
-            digest = digest_of(records)
-            try:
-                self._confirm(digest, records)
-                break
-            except _Changed:
-                self._await_change(records)
+    def _endpoint(self, records: list[PeerRecord]) -> str:
+        """Listens for the workers of a roster; returns the text of the endpoint's entry."""
+        self._failure = None
         try:
-            _check(records, self._record)
-            if self._failure is not None:
-                raise self._failure
-            found = [self._with_endpoint(digest, record) for record in records]
-            check(found)
-        except RpcError:
-            self._deadline = min(
-                self._deadline, time.monotonic() + self._timing.failure_read_seconds
-            )
-            self._await_readers(digest)
-            raise
-        return found
+            return f"{_LISTENS}{self._listen(records)}"
+        except RpcError as error:
+            self._failure = error
+            return f"{_CAN_NOT}{error}"
 
-    def _with_endpoint(self, digest: str, record: PeerRecord) -> PeerRecord:
-        text = self._confirmations[f"{digest}/{record.rank}"]
-        if text.startswith(_FAILED):
-            raise RendezvousError(
-                f"expected all workers to publish where they listen, but {record.info} on "
-                f"{record.host} failed: {text.removeprefix(_FAILED)}"
-            )
-        return replace(record, endpoint=text.removeprefix(_LISTENS))
+    def _decide(self, key: str, finding: _Finding) -> _Finding:
+        """Writes a finding unless there is one; returns the one that counts."""
+        return _Finding.parse(self._entries.get_or_set(key, finding.dump(), _MAX_ROSTER_BYTES))
 
-    def _gather(self) -> list[PeerRecord]:
-        """Waits until there is a record of each rank."""
-        records: list[PeerRecord] = []
-
-        def complete() -> bool:
-            absent = self._absent
-            # The first one alone is asked for most of the time, as a request names each key.
-            if not absent or (self._reader.exist(absent[:1]) and self._reader.exist(absent)):
-                records[:] = self._reader.all()
-            elif self._may_read(self._timing.present_check_seconds):
-                self._came |= {record.rank: record for record in self._reader.present(absent)}
-                self._reader.look_for_same_rank()
-            return len(records) == self._record.world_size
-
-        try:
-            if not self._wait_for(complete):
-                raise self._incomplete()
-        except DistNetworkError as error:
-            # Its host may have waited in vain for the same ranks, and for less time.
-            missing = set(self._absent).difference(self._reader.refused)
-            why = self._mismatch(self._came.values())
-            if why is None and self._came and missing:
-                why = f"{self._expected} but {self._reader.describe_missing(missing)}"
-            if why is None and self._reader.refused:
-                why = self._refusal
-            if why is None:
-                raise
-            raise StoreLost(f"{why}; then the store was lost: {error}") from error
-        self._came = {record.rank: record for record in records}
-        return records
-
-    @property
-    def _absent(self) -> list[int]:
-        """The ranks without a valid record so far."""
-        return [rank for rank in range(self._record.world_size) if rank not in self._came]
-
-    def _may_read(self, pause: float = 0.0) -> bool:
-        """Whether it is time to read the records of all ranks again; then the next time is set."""
-        if time.monotonic() < self._next_read:
+    def _is_time_to_look(self, pause: float) -> bool:
+        now = time.monotonic()
+        if now < self._next_look:
             return False
-        pause = max(pause, self._timing.read_seconds_per_rank * self._record.world_size)
-        self._next_read = time.monotonic() + pause
+        self._next_look = now + pause
         return True
 
-    def _confirm(self, digest: str, records: list[PeerRecord]) -> None:
-        """Confirms these records after rank 0, and waits until all have.
+    def _unconfirmed(self, prefix: str, records: Iterable[PeerRecord]) -> list[PeerRecord]:
+        """Returns those of a roster's workers that have not written their endpoints."""
+        others = [record for record in records if record.rank]
+        return [each for each in others if not self._entries.check([f"{prefix}/{each.rank}"])]
 
-        Raises:
-            _Changed: a record was replaced, or others have abandoned the records.
-            RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
-        """
-        self._confirmations, self._failure = {}, None
-        keys = {f"{digest}/{record.rank}": record for record in records}
-        first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
-        if mine != first:
-            self._await_all({first: keys.pop(first)}, records)
-        try:
-            own = f"{_LISTENS}{self._listen(records)}"
-        except RpcError as error:
-            self._failure, own = error, f"{_FAILED}{error}"
-        try:
-            self._entries.set(mine, own)
-            self._confirmations[mine] = own
-            del keys[mine]
-            self._agree(digest, keys, records)
-        except DistNetworkError as error:
-            if mine == first:
-                raise
-            raise _host_ended(records, error) from error
-
-    def _agree(self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
-        """Waits until the others have confirmed, and agrees with all on whether they have met.
-
-        Raises as `_await_all`, unless another worker saw in time that all had confirmed.
-        """
-        outcome = f"{digest}/outcome"
-        try:
-            if keys:  # of one worker nobody else has to confirm
-                self._await_all(keys, records)
-        except (_Changed, RendezvousError, AuthenticationError) as error:
-            agreed = self._entries.get_or_set(outcome, _ABANDONED)
-            if agreed == _ABANDONED or isinstance(error, AuthenticationError):
-                raise
-            self._read_confirmations(keys)  # another worker has seen all of them
-        else:
-            if self._entries.get_or_set(outcome, _MET) == _ABANDONED:
-                raise _Changed
-
-    def _await_change(self, records: list[PeerRecord]) -> None:
-        """Waits until a record is replaced, after others have abandoned these."""
-        if not self._wait_for(lambda: self._may_read() and self._reader.all() != records):
-            raise RendezvousError(
-                f"{self._expected} but some of them left again, or are from an earlier run"
-                f"{self._maybe_another_mesh}: start them again"
-            )
-
-    def _await_all(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
-        """Waits until some workers have confirmed the records, and reads that."""
-
-        def seen() -> bool:
-            if self._entries.check(list(keys)):
-                return True
-            if self._may_read() and self._reader.all() != records:
-                raise _Changed
-            return False
-
-        if self._wait_for(seen):
-            self._read_confirmations(keys)
-            return
-        _check(records, self._record)
-        late = [record.info for key, record in keys.items() if not self._entries.check([key])]
-        raise RendezvousError(
-            f"{self._expected} but {late} left again, or are from an earlier run"
+    def _left(self, records: Iterable[PeerRecord]) -> RendezvousError:
+        infos = [record.info for record in records]
+        return RendezvousError(
+            f"{self._expected} but {infos} left again, do not answer, or are from an earlier run"
             f"{self._maybe_another_mesh}: start them again"
         )
 
-    def _read_confirmations(self, keys: Iterable[str]) -> None:
-        """Reads confirmations that exist; refuses one that its rank has not written."""
-        names = list(keys)
-        self._confirmations |= zip(names, self._entries.get_all(names), strict=True)
 
-    def _incomplete(self) -> RendezvousError | AuthenticationError:
-        records = self._reader.present(range(self._record.world_size))
-        if (mismatch := self._mismatch(records)) is not None:
-            return RendezvousError(mismatch)
-        if self._reader.refused:
-            return AuthenticationError(self._refusal)
-        missing = set(range(self._record.world_size)) - {record.rank for record in records}
-        self._reader.look_for_same_rank()
-        why = self._reader.describe_missing(missing)
-        return RendezvousError(f"{self._expected} but {why}; {describe_hosts(records)}")
+class _Leader(_Worker):
+    """Rank 0, which writes the roster."""
 
-    def _mismatch(self, records: Iterable[PeerRecord]) -> str | None:
-        """Returns what is wrong with the first record that does not fit this worker's."""
-        return next(filter(None, (each.size_mismatch(self._record) for each in records)), None)
+    def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
+        own = self._record
+        self._token = own.token
+        self._attendance = Attendance(self._entries, own, own.token, range(1, own.world_size))
+        # Of a roster that was abandoned: those that had not answered by then.
+        self._silent: list[PeerRecord] = []
+        self._entries.set(_LEADER, own.dump())
+        number = 0
+        while (found := self._write_roster(number, check)) is None:
+            number += 1
+        return found
 
-    @property
-    def _refusal(self) -> str:
-        return f"{self._expected} {self._reader.refusal(self._maybe_another_mesh)}"
+    def _write_roster(
+        self, number: int, check: Callable[[list[PeerRecord]], None]
+    ) -> list[PeerRecord] | None:
+        """Returns the records of all, with their endpoints; None if there must be another roster.
 
-    def _await_readers(self, digest: str) -> None:
-        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+        If it raises an error, the others know it.
+        """
+        key = f"roster/{self._token}/{number}"
+        try:
+            records = self._gather()
+            roster = _Finding(_Verb.ROSTER, [record.dump() for record in records])
+            self._entries.set(key, roster.dump())
+            key = f"outcome/{self._token}/{number}"
+            found = self._with_endpoints(number, records)
+            _check(found, check)
+        except _Again:
+            self._decide(key, _Finding(_Verb.ABANDONED))
+            return None
+        except _Failed as failed:
+            self._tell(key, failed.error)
+            raise self._failure or failed.error from None
+        met = _Finding(_Verb.MET, [record.endpoint for record in found])
+        return found if self._decide(key, met).verb is _Verb.MET else None
+
+    def _gather(self) -> list[PeerRecord]:
+        """Waits until all have come."""
+        attendance, own = self._attendance, self._record
+        size = own.world_size
+        pause = max(self._timing.look_seconds, self._timing.look_seconds_per_rank * size)
+        self._next_look = time.monotonic() + pause
+
+        def complete() -> bool:
+            found = attendance.complete()
+            if not found and self._is_time_to_look(pause):
+                self._look_at_leader()
+                attendance.look(attendance.absent)
+            if attendance.refused:
+                raise _Failed(attendance.mutual_refusal(min(attendance.refused)))
+            if found and (misfit := attendance.misfit()) is not None:
+                raise _Failed(misfit)
+            return found
+
+        if not wait_for(complete, self._deadline):
+            attendance.look(attendance.absent)
+            why = attendance.incomplete(self._expected, self._maybe_another_mesh)
+            if why is None:
+                left = [attendance.came[rank].record for rank in attendance.absent]
+                why = self._left(self._silent or left)
+            raise _Failed(why)
+        return [own, *(attendance.came[rank].record for rank in range(1, size))]
+
+    def _with_endpoints(self, number: int, records: list[PeerRecord]) -> list[PeerRecord]:
+        """Waits until all have listened."""
+        prefix = f"endpoint/{self._token}/{number}"
+        keys = [f"{prefix}/{record.rank}" for record in records[1:]]
+        texts = [self._endpoint(records)]
+
+        def confirmed() -> bool:
+            if not keys or self._entries.check(keys):
+                return True
+            if self._is_time_to_look(self._timing.look_seconds):
+                self._look_at_leader()
+                self._silent = self._unconfirmed(prefix, records)
+                self._attendance.read([record.rank for record in self._silent])
+                waiting = [Arrival(each) for each in self._silent]
+                now = map(self._attendance.came.get, (each.rank for each in self._silent))
+                if [each and replace(each, before=None) for each in now] != waiting:
+                    raise _Again
+                if self._entries.check([f"outcome/{self._token}/{number}"]):
+                    raise _Again
+            return False
+
+        if not wait_for(confirmed, self._deadline):
+            raise _Failed(self._left(self._unconfirmed(prefix, records)))
+        if keys:
+            try:
+                texts += self._entries.get_all(keys)
+            except AuthenticationError as error:
+                raise _Failed(error) from error
+        for record, text in zip(records, texts, strict=True):
+            if text.startswith(_CAN_NOT):
+                raise _Failed(
+                    RendezvousError(
+                        f"expected all workers to publish where they listen, but {record.info} on "
+                        f"{record.host} failed: {text.removeprefix(_CAN_NOT)}"
+                    )
+                )
+        return [
+            replace(record, endpoint=text.removeprefix(_LISTENS))
+            for record, text in zip(records, texts, strict=True)
+        ]
+
+    def _look_at_leader(self) -> None:
+        """Raises an error if another worker has taken the place of this one."""
+        own = self._record
+        try:
+            found = _leader_in(self._entries, self._entries.get_raw(_LEADER))
+        except (AuthenticationError, ValueError) as error:
+            raise AuthenticationError(
+                f"the record of worker {own.name} (rank 0) was replaced: {error}"
+            ) from error
+        if found.token != own.token:
+            raise _not_unique(own, found)
+
+    def _tell(self, key: str, error: RpcError) -> None:
+        """Writes why there is no mesh, and waits until the others have read that.
 
         Rank 0 may host the store, and a failure here often ends its program.
         """
-        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
-        own = keys[self._record.rank]
-        announce(self._entries, own, () if self._record.rank else keys, self._deadline)
-
-    def _wait_for(self, done: Callable[[], bool]) -> bool:
-        return wait_for(done, self._deadline)
-
-
-def digest_of(records: Iterable[PeerRecord]) -> str:
-    """Returns what stands for these records in the store's keys."""
-    return hashlib.sha256("".join(record.dump() for record in records).encode()).hexdigest()
+        attendance = self._attendance
+        readers = {rank for rank, each in attendance.came.items() if not each.left}
+        keys = [f"heard/{self._token}/{rank}" for rank in readers.union(attendance.refused)]
+        now = time.monotonic()
+        overtime = max(self._deadline, now + self._timing.overtime_seconds)
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._decide(key, _Finding.of_error(error)).verb is _Verb.FAILED and keys:
+                until = min(now + self._timing.failure_read_seconds, overtime)
+                wait_for(lambda: self._entries.check(keys), until)
 
 
-def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
+class _Guest(_Worker):
+    """Another worker than rank 0."""
+
+    def run(self) -> list[PeerRecord]:
+        self._leader: PeerRecord | None = None  # as it was found last
+        self._over: set[str] = set()  # the tokens of leaders that this worker can't meet
+        self._answered: dict[bytes, bool] = {}  # by the entries of leaders that are refused
+        self._included = False  # in the present roster
+        self._attendance = Attendance(self._entries, self._record, NOBODY, ())
+        while True:
+            try:
+                return self._follow(self._await_leader())
+            except _LeaderReplaced:
+                pass
+            except DistNetworkError as error:
+                raise self._store_lost(error) from error
+
+    def _attend(self, leader: PeerRecord | None = None) -> None:
+        """Writes this worker's record for a leader, or because there is none."""
+        own, refused = self._record, self._attendance.refused
+        others = [rank for rank in range(own.world_size) if rank != own.rank]
+        token = NOBODY if leader is None else leader.token
+        self._attendance = Attendance(self._entries, own, token, others)
+        if leader is None:
+            self._attendance.refused |= refused
+        else:
+            self._attendance.came[0] = Arrival(leader)
+        self._attendance.arrive()
+
+    def _await_leader(self) -> PeerRecord:
+        """Waits for a leader that may be that of this mesh."""
+        leader = self._find_leader()
+        if leader is None:
+            self._attend()
+
+            def found() -> bool:
+                nonlocal leader
+                leader = self._find_leader()
+                return leader is not None
+
+            if not wait_for(found, self._deadline):
+                raise self._too_late()
+        assert leader is not None
+        return leader
+
+    def _find_leader(self) -> PeerRecord | None:
+        if not self._entries.check([_LEADER]):
+            return None
+        entry = self._entries.get_raw(_LEADER)
+        try:
+            leader = _leader_in(self._entries, entry)
+        except (AuthenticationError, ValueError) as error:
+            self._refuse_leader(entry, error)
+            return None
+        self._attendance.refused.pop(0, None)
+        self._leader = leader
+        return None if leader.token in self._over else leader
+
+    def _refuse_leader(self, entry: bytes, error: Exception) -> None:
+        """Answers a leader that this worker refuses, so that both know, if it still waits."""
+        self._attendance.refuse(0, error)
+        token = claimed_token(entry)
+        if not token:
+            return
+        over = self._entries.check([f"roster/{token}/0"])
+        if entry not in self._answered:
+            self._answered[entry] = not over
+            if not over:
+                Attendance(self._entries, self._record, token, ()).arrive()
+        elif over and self._answered[entry]:
+            self._entries.set(f"heard/{token}/{self._record.rank}", "1")
+            raise self._attendance.mutual_refusal(0)
+
+    def _follow(self, leader: PeerRecord) -> list[PeerRecord]:
+        """Goes by the rosters of a leader, and their outcomes."""
+        token, rank = leader.token, self._record.rank
+        late = self._entries.check([f"roster/{token}/0"])
+        self._attend(leader)
+        self._next_look = time.monotonic() + self._timing.look_seconds
+        for number in itertools.count():
+            found = self._await(leader, f"roster/{token}/{number}")
+            if found.verb is _Verb.ROSTER:
+                records = _records(found)
+                self._included = self._is_in(records)
+                if self._included:
+                    endpoint = self._endpoint(records)
+                    self._entries.set(f"endpoint/{token}/{number}/{rank}", endpoint)
+                found = self._await(leader, f"outcome/{token}/{number}")
+                if self._included and found.verb is _Verb.MET:
+                    pairs = zip(records, found.values, strict=True)
+                    return [replace(record, endpoint=endpoint) for record, endpoint in pairs]
+            if found.verb is _Verb.FAILED and (self._included or not late):
+                self._entries.set(f"heard/{token}/{rank}", "1")
+                raise self._failure or found.error()
+            if found.verb is not _Verb.ABANDONED:  # that of an earlier mesh, or of another one
+                self._over.add(token)
+                raise _LeaderReplaced
+            self._included = False
+        raise AssertionError
+
+    def _is_in(self, records: Sequence[PeerRecord]) -> bool:
+        """Whether a roster has this worker; it may have come after it was written.
+
+        Raises:
+            RendezvousError: another worker of this rank has come later.
+        """
+        own, attendance = self._record, self._attendance
+        if own in records:
+            return True
+        attendance.read([own.rank])
+        if own.rank in attendance.refused:
+            raise attendance.mutual_refusal(own.rank)
+        last = attendance.came.pop(own.rank).record
+        if last != own:
+            raise _not_unique(own, last)
+        return False
+
+    def _await(self, leader: PeerRecord, key: str) -> _Finding:
+        """Waits for an entry of the leader; writes that this worker gives up if it comes too late.
+
+        Raises:
+            _LeaderReplaced: there is another leader.
+            RendezvousError: it is too late.
+        """
+
+        def written() -> bool:
+            if self._entries.check([key]):
+                return True
+            if self._is_time_to_look(self._timing.look_seconds):
+                found = self._find_leader()
+                if found is not None and found.token != leader.token:
+                    raise _LeaderReplaced
+            return False
+
+        error: Exception
+        try:
+            if wait_for(written, self._deadline):
+                entry = self._entries.get_raw(key)
+                return _Finding.parse(self._entries.verified(key, entry, _MAX_ROSTER_BYTES))
+            error = self._too_late()
+        except _LeaderReplaced as replaced:
+            error = replaced
+        if self._included:
+            found = self._decide(key, _Finding(_Verb.ABANDONED))
+            if found.verb is not _Verb.ABANDONED:
+                return found
+            self._included = False
+        self._attendance.leave()
+        raise error
+
+    def _too_late(self) -> RpcError:
+        """Returns why there is no mesh at the deadline."""
+        leader, attendance = self._leader, self._attendance
+        if leader is not None and leader.token in self._over:
+            mismatch = leader.mismatch(self._record)
+            return RendezvousError(mismatch) if mismatch else self._left([leader])
+        attendance.look(attendance.absent)
+        why = attendance.incomplete(self._expected, self._maybe_another_mesh)
+        return why or self._left([leader] if leader else [])
+
+    def _store_lost(self, error: Exception) -> RpcError:
+        """Returns the error for a lost store, with what explains more than that."""
+        if self._included:
+            assert self._leader is not None
+            return RendezvousError(
+                f"expected all {self._record.world_size} workers to go on together once they had "
+                f"met, but lost their store ({error}): its host has exited, which is "
+                f"{self._leader.info}, or the launcher if that hosts it; find out why it exited"
+            )
+        attendance = self._attendance
+        why: object = attendance.misfit()
+        if attendance.refused:
+            why = attendance.describe_refused(self._expected, self._maybe_another_mesh)
+        if why is None:
+            raise error
+        return StoreLost(f"{why}; then the store was lost: {error}")
+
+
+def wait_for(done: Callable[[], bool], deadline: float) -> bool:
+    """Waits until ``done()``; returns False at the deadline.
+
+    Raises:
+        RendezvousError: the launcher stops all workers.
+    """
+    pause, longest = _PAUSE_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        if (error := stop_error()) is not None:
+            raise error
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _leader_in(entries: SignedStore, entry: bytes) -> PeerRecord:
+    return PeerRecord.parse(entries.verified(_LEADER, entry))
+
+
+def _records(roster: _Finding) -> list[PeerRecord]:
+    try:
+        return [PeerRecord.parse(text) for text in roster.values]
+    except ValueError as error:
+        raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
+
+
+def _not_unique(own: PeerRecord, other: PeerRecord) -> RendezvousError:
+    places = describe_places([own, other])
+    return RendezvousError(f"rank {own.rank} is not unique: workers {places} both have it")
+
+
+def _check(records: list[PeerRecord], check: Callable[[list[PeerRecord]], None]) -> None:
+    """Raises a _Failed if these workers can't form a mesh."""
     by_name: dict[str, PeerRecord] = {}
     for record in records:
-        if (mismatch := record.size_mismatch(mine)) is not None:
-            raise RendezvousError(mismatch)
         other = by_name.setdefault(record.name, record)
         if other is not record:
-            raise RendezvousError(
-                f"worker name {record.name} is not unique: ranks {other.rank} and {record.rank} "
-                "both have it"
+            raise _Failed(
+                RendezvousError(
+                    f"worker name {record.name} is not unique: ranks {other.rank} and "
+                    f"{record.rank} both have it"
+                )
             )
+    try:
+        check(records)
+    except RpcError as error:
+        raise _Failed(error) from error
