@@ -22,7 +22,7 @@ from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.attendance import Arrival
-from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.peer_record import PeerRecord, own_version
 from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
@@ -407,6 +407,24 @@ def test_world_sizes_that_differ(connect: Connect) -> None:
         assert isinstance(error, RendezvousError)
         assert "expects a world of" in str(error)
         assert "one of" in str(error)
+
+
+def test_heartbeat_timeouts_that_differ(connect: Connect) -> None:
+    for error in start(connect, [record(0, 2), record(1, 2, heartbeat_timeout=7.5)])():
+        assert isinstance(error, RendezvousError)
+        assert "worker worker1 (rank 1) has heartbeat_timeout=7.5, but worker worker0" in str(error)
+        assert "(rank 0) 0: give all workers of the mesh the same" in str(error)
+
+
+def test_another_version_of_zrpc_is_refused_and_both_are_named(connect: Connect) -> None:
+    versions = r"that worker runs zrpc (\S+), and this one (\S+): install the same version"
+    mine = record(0, 2)
+    SignedStore(connect(), None).set(
+        f"record/{mine.token}/1", Arrival(record(1, 2, version="0.0.9")).dump()
+    )
+    [error] = start(connect, [mine], timing=RendezvousTiming(failure_read_seconds=0.1))()
+    assert isinstance(error, RendezvousError)
+    assert re.search(versions, str(error)).groups() == ("0.0.9", own_version())
 
 
 def test_a_store_that_fails_is_a_rendezvous_error() -> None:
