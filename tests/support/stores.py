@@ -24,7 +24,7 @@ class RecordingStore(dist.Store):
         self._store = dist.HashStore()
         self._lock = threading.Lock()  # guards the numbers
 
-    def set(self, key: str, value: str | bytes) -> None:
+    def set(self, key: str, value: Any) -> None:
         self._count()
         self.entries[key] = value if isinstance(value, bytes) else value.encode()
         self._store.set(key, value)

@@ -54,10 +54,11 @@ class PeerRecord:
             values = json.loads(text)
         except RecursionError:
             values = None
-        if isinstance(values, dict) and values.get("version", "") not in ("", own_version()):
+        found = values.get("version") if isinstance(values, dict) else None
+        if isinstance(found, str) and found not in ("", own_version()):
             raise ValueError(
-                f"that worker runs zrpc {values['version']}, and this one {own_version()}: install "
-                "the same version on all hosts"
+                f"expected a peer record of zrpc {own_version()}, which this worker runs, found "
+                f"one of {found}: install the same version on all hosts"
             )
         if not isinstance(values, dict) or values.keys() != _KINDS.keys():
             raise ValueError("expected a peer record of this version of zrpc, found another")
