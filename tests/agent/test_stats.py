@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
+from tests.support.observed import ask_often
 from tests.support.waiting import until
 from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
-from zrpc.services.inspection.questions import Questions
 from zrpc.services.rref.value import OwnedValue
 from zrpc.testing import Mesh, faults
 from zrpc.testing.plugin import MakeMesh
@@ -331,10 +331,8 @@ def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=2, faults=True)
-def test_lost_messages_are_counted(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Agents read it as they start.
-    monkeypatch.setattr(Questions, "seconds", 0.05)
-    mesh = make_mesh()
+def test_lost_messages_are_counted(mesh: Mesh) -> None:
+    ask_often(mesh)
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     assert lost_messages(mesh) == [0, 0]
     with faults.drop(mesh, 0, 1) as fault, pytest.raises(rpc.RpcError):

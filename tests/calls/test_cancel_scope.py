@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.pending import table
+from tests.support.waiting import pending
 from zrpc.calls.cancel_scope import CancelScope, activate, current_scope, deactivate
 from zrpc.calls.pending_call import PendingCall
 from zrpc.calls.pending_calls import OVERHEAD_BYTES
@@ -145,8 +146,7 @@ def test_a_wait_ends_with_the_scope(scope: Any) -> None:
     scope.begin()
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(scope.wait, SOON) for _ in range(3)]
-        while scope._gate is None:
-            time.sleep(0.001)
+        assert all(pending(each, 0.02) for each in waiting)
         scope.cancel()
         assert all(w.result() for w in waiting)
     assert scope.wait(0)

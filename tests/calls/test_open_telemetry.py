@@ -17,14 +17,12 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.observed import busy, stats_of
+from tests.support.observed import busy, calls_to, stats_of
 from tests.support.waiting import until
 from zrpc.calls.open_telemetry import HandlerSpan, configured
 from zrpc.errors import ProtocolError
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Tag
-from zrpc.wire.message import Message
 
 pytestmark = pytest.mark.zrpc(workers=3)
 CLIENT, SERVER = SpanKind.CLIENT, SpanKind.SERVER
@@ -241,34 +239,26 @@ def test_a_context_that_cannot_be_read_is_refused() -> None:
             HandlerSpan(extension)
 
 
-def carried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tags of all extensions that are sent from now on."""
-    tags: list[int] = []
-    first_frame = Message.first_frame
+def sent_by_relay(mesh: Mesh) -> list[int]:
+    """How many bytes each of two workers sends to the next one for a call through both."""
 
-    def noting(message: Message) -> bytes:
-        tags.extend(tag for tag, _ in message.extensions)
-        return first_frame(message)
+    def sent() -> list[int]:
+        return [calls_to(mesh, rank + 1, rank).bytes_sent for rank in (0, 1)]
 
-    monkeypatch.setattr(Message, "first_frame", noting)
-    return tags
+    mesh.run(0, rpc.rpc_sync, "worker1", relay)  # now all names are known
+    before = sent()
+    assert mesh.run(0, rpc.rpc_sync, "worker1", relay) == 7
+    return [now - then for now, then in zip(sent(), before, strict=True)]
 
 
-def test_nothing_is_sent_without_a_tracer_provider(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+def test_a_context_is_sent_with_each_request_if_there_is_a_tracer_provider(
+    mesh: Mesh, request: pytest.FixtureRequest
 ) -> None:
     assert not configured()
-    tags = carried(monkeypatch)
-    assert mesh.run(0, rpc.rpc_sync, "worker1", relay) == 7
-    assert Tag.TRACE_CONTEXT not in tags
-
-
-def test_with_one_each_request_carries_its_context(
-    mesh: Mesh, spans: Spans, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tags = carried(monkeypatch)
-    assert mesh.run(0, rpc.rpc_sync, "worker1", relay) == 7
-    assert tags.count(Tag.TRACE_CONTEXT) == 2
+    without = sent_by_relay(mesh)
+    request.getfixturevalue("spans")
+    assert configured()
+    assert all(more > less + 50 for less, more in zip(without, sent_by_relay(mesh), strict=True))
 
 
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import signal
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
@@ -19,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.pending import Callees, bytes_in_flight, entered_call, queued, table
+from tests.support.steps import at_step, interrupt
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.calls.future import Future
@@ -399,25 +398,6 @@ def test_an_event_loop_is_told_once_of_room(room_first: bool) -> None:
 # -- Ctrl-C ----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def ctrl_c_at(number: int) -> Iterator[None]:
-    """Sends SIGINT to this process at a call of a Python function in this thread."""
-    numbers = itertools.count(1)
-
-    def trace(*_: Any) -> None:
-        if next(numbers) == number:
-            signal.raise_signal(signal.SIGINT)
-
-    before = sys.gettrace()
-    gc.disable()  # what the collector calls can't be interrupted
-    sys.settrace(trace)
-    try:
-        yield
-    finally:
-        sys.settrace(before)
-        gc.enable()
-
-
 ENDS: dict[str, Callable[[PendingCall], object]] = {
     "cancel": lambda call: call.cancel(),
     "withdraw": lambda call: call.withdraw(),
@@ -433,12 +413,10 @@ def test_ctrl_c_leaves_no_call_that_is_taken_and_not_settled(
     for number in itertools.count(1):
         calls = table()
         call = entered_call(calls, peer=0, timeout=1e-6)
-        try:
-            with ctrl_c_at(number):
-                end(call)
-        except KeyboardInterrupt:
-            assert call.settled is (calls.get(call.call_id) is not call)
-        else:
+        with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt) as steps:
+            end(call)
+        assert call.settled is (calls.get(call.call_id) is not call), steps.place
+        if not steps.place:
             break
     assert number > 3
 
@@ -491,13 +469,10 @@ def test_ctrl_c_in_a_wait_leaves_no_future_that_nobody_completes() -> None:
         call = entered_call(calls, peer=0, timeout=0)
         calling = SlowCompletions(calls, call)
         future: Any = Future.of_call(call, calling)
-        try:
-            with ctrl_c_at(number):
-                future.wait()
-        except KeyboardInterrupt:
-            calling.end()
-            assert torch.futures.Future.done(future), f"interrupted at call {number}"
-        else:
+        with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt) as steps:
+            future.wait()
+        calling.end()
+        assert torch.futures.Future.done(future), steps.place
+        if not steps.place:
             break
-    calling.end()
     assert number > 5

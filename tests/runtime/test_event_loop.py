@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.threads import no_more_threads
 from tests.support.waiting import SOON
 from zrpc.runtime.event_loop import EventLoop
 
@@ -182,16 +183,11 @@ def test_a_closed_loop_is_replaced(loop: EventLoop) -> None:
 
 
 def test_a_thread_that_the_system_refuses_is_started_later(
-    loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+    loop: EventLoop,
 ) -> None:
     """Otherwise all later coroutines would wait for a loop that nobody runs."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
     other, coroutine = EventLoop("test-loop", contextvars.Context()), where()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+    with no_more_threads():
         for each in (loop, other):
             with pytest.raises(RuntimeError, match="can't start new thread"):
                 each.run(coroutine, contextvars.Context())

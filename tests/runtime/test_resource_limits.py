@@ -57,20 +57,16 @@ def test_advice_is_part_of_the_remote_error() -> None:
     assert str(sent.__cause__).startswith("On worker1:\nKeyError")
 
 
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The soft and the hard limit of descriptors, as this process sees and sets them."""
-    limits = [256, 1024]
-    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
-    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.__setitem__(slice(2), new))
-    monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 100)
-    return limits
-
-
-def test_the_soft_limit_of_descriptors_is_raised_up_to_the_hard_one(limits: list[int]) -> None:
-    for more, soft in ((0, 256), (156, 256), (157, 257), (924, 1024)):
-        assert allow_descriptors(more) is None
-        assert limits == [soft, 1024]
-        limits[0] = 256
-    assert allow_descriptors(925) == (1025, 1024)
-    assert limits == [256, 1024]
+def test_the_soft_limit_of_descriptors_is_raised_up_to_the_hard_one() -> None:
+    before, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    there = len(os.listdir("/proc/self/fd"))
+    low = there + 100
+    try:
+        for more, soft in ((0, low), (100, low), (101, low + 1), (hard - there, hard)):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (low, hard))
+            assert allow_descriptors(more) is None
+            assert resource.getrlimit(resource.RLIMIT_NOFILE) == (soft, hard)
+        assert allow_descriptors(hard - there + 1) == (hard + 1, hard)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +129,12 @@ def fails(agent: Agent) -> None:
     raise Failure
 
 
+class FailsToStart(Service):
+    def after_turn(self) -> NoReturn:
+        assert current() == 0.001
+        raise Failure
+
+
 class FailsAtTheEnd(Service):
     def close(self) -> None:
         raise Failure
@@ -138,24 +143,12 @@ class FailsAtTheEnd(Service):
 FIXED = {"rank": 0, "world_size": 1}
 
 
-def test_a_start_that_fails_restores_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if "-io-" not in thread.name:
-            return start(thread)
-        assert current() == 0.001
-        raise Failure
-
+def test_a_start_that_fails_restores_the_interval() -> None:
     for mesh in (FIXED, {"rank": None, "world_size": None}):
-        with pytest.raises(Failure):
-            join_mesh("worker", store=HashStore(), services=[fails], **mesh)
-        assert current() == BEFORE
-        with monkeypatch.context() as patch:
-            patch.setattr(threading.Thread, "start", refuse)
+        for service in (fails, FailsToStart):
             with pytest.raises(Failure):
-                join_mesh("worker", store=HashStore(), **mesh)
-        assert current() == BEFORE
+                join_mesh("worker", store=HashStore(), services=[service], **mesh)
+            assert current() == BEFORE
 
 
 def test_a_shutdown_that_fails_restores_the_interval() -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.runtime.pool_jobs import Jobs, MakePool, closed_gate, done
 from tests.support.recursion import call_with_frames_left
-from tests.support.threads import start_all
+from tests.support.threads import no_more_threads, start_all
 from tests.support.waiting import SOON, until
 from zrpc.runtime import thread_pool
 from zrpc.runtime.thread_pool import HandlerPool, end_with, in_pool, pass_gate
@@ -163,15 +163,12 @@ def test_a_job_that_fails_is_logged_and_its_thread_goes_on(
 def test_a_job_waits_if_no_thread_can_be_started(
     make_pool: MakePool,
     jobs: Jobs,
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It runs once another job has ended, or once a thread can be started."""
-    assert thread_pool.MAX_THREADS > 1000
     pool, ran, others = make_pool(2), threading.Event(), make_pool(2)
     jobs.fill(pool, 1)
-    with monkeypatch.context() as patch:
-        patch.setattr(thread_pool, "MAX_THREADS", 0)
+    with no_more_threads():
         pool.submit(ran.set)
         others.submit(others.relieve)
         for each in (pool, others):
@@ -217,18 +214,20 @@ class Submitting(logging.Handler):
 
 
 def test_a_log_handler_may_make_calls_when_the_system_refuses_a_thread(
-    make_pool: MakePool, jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+    make_pool: MakePool, jobs: Jobs
 ) -> None:
     pool = make_pool(2)
     jobs.fill(pool, 1)
-    handler = Submitting(pool)
+    handler, refused = Submitting(pool), threading.Event()
     thread_pool.logger.addHandler(handler)
     try:
-        monkeypatch.setattr(thread_pool, "MAX_THREADS", 0)
-        pool.submit(lambda: None)
-        start_all([pool.relieve], SOON)()
-        jobs.go.set()
-        assert handler.ran.wait(SOON)
+        finish = start_all([lambda: refused.wait(SOON) and pool.relieve()], SOON)
+        with no_more_threads():
+            pool.submit(lambda: None)
+            refused.set()
+            finish()
+            jobs.go.set()
+            assert handler.ran.wait(SOON)
     finally:
         thread_pool.logger.removeHandler(handler)
 

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+# A thread's stack in bytes: more than there are addresses.
+_TOO_LARGE = 1 << 48
+
+
+@contextlib.contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Lets the system refuse to start a thread, as it does when there are too many."""
+    before = threading.stack_size(_TOO_LARGE)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def start_all(calls: Sequence[Callable[[], Any]], seconds: float) -> Callable[[], list[Any]]:

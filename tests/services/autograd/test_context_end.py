@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import threading
 import weakref
 from typing import Any
@@ -27,10 +26,9 @@ from tests.services.autograd.split_models import (
     settle,
     train,
 )
-from tests.support.ctrl_c import ctrl_c_at
 from tests.support.identity import here
+from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import until
-from zrpc.services.autograd.contexts import Contexts
 from zrpc.services.autograd.state import ContextState
 from zrpc.testing import Mesh, faults
 from zrpc.wire.kind import Kind
@@ -90,22 +88,16 @@ def test_what_a_context_held_is_freed(mesh: Mesh) -> None:
 
 @pytest.mark.system
 def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mesh) -> None:
-    context = Contexts.context.__wrapped__  # type: ignore[attr-defined]
+    def begin_and_end() -> None:
+        with dist_autograd.context():
+            for name in ("worker1", "worker2"):
+                call(name, max, 1, 2)
+
     with mesh.agent(0).as_current():
-        for number in itertools.count(1):
-            interrupted = True
-            with (
-                contextlib.suppress(KeyboardInterrupt),
-                ctrl_c_at(number, context, Contexts.release, ContextState.clear),
-            ):
-                with dist_autograd.context():
-                    for name in ("worker1", "worker2"):
-                        call(name, max, 1, 2)
-                interrupted = False
+        for number in some_steps(begin_and_end):
+            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt):
+                begin_and_end()
             assert_freed(mesh)
-            if not interrupted:
-                break
-    assert number > 10
 
 
 def objects() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from typing import Any
 
@@ -29,7 +30,7 @@ from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.inspection.service import InspectionService
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=30)
@@ -72,46 +73,20 @@ def chain(rank: Any, broken: Any, x: Any) -> Any:
     return x * 2
 
 
-def lose_next(monkeypatch: pytest.MonkeyPatch, agent: Any, kind: Any) -> Any:
-    """Has an agent's next message of a kind, of those that it sends from now on, be lost."""
-    send, lost = agent.network.send, []
-
-    def lose(rank: Any, first: Any, buffers: Any = (), counted: bool = True) -> None:
-        if first[1] == kind and not lost:
-            lost.append(rank)
-            agent.network._mailboxes[rank].sent += counted
-        else:
-            send(rank, first, buffers, counted)
-
-    monkeypatch.setattr(agent.network, "send", lose)
-    return lost
-
-
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("loser", "kind"),
-    [
-        (1, Kind.GRADIENT),
-        (2, Kind.GRADIENT),
-        (0, Kind.DEPENDENCIES),
-        (0, Kind.BACKWARD),
-        (1, Kind.RESULT),
-        (2, Kind.RESULT),
-    ],
-)
-def test_a_message_is_lost(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, loser: int, kind: Any
-) -> None:
+@pytest.mark.zrpc(faults=True)
+@pytest.mark.parametrize("way", list(itertools.permutations(range(3), 2)))
+def test_a_message_is_lost(mesh: Mesh, way: tuple[int, int]) -> None:
     """With a connection that breaks; the pass must not wait for it."""
     for rank in range(3):
         mesh.agent(rank).service(InspectionService).rules.seconds = 0.05
     settle(mesh)  # so that all are connected
     with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
         loss = chain(0, None, X).sum()
-        lost = lose_next(monkeypatch, mesh.agent(loser), kind)
-        with pytest.raises(RuntimeError, match=r"lost: a connection broke|is lost"):
-            dist_autograd.backward(context_id, [loss])
-        assert lost
+        with faults.drop(mesh, *way) as fault:
+            with pytest.raises(RuntimeError, match=r"lost: a connection broke|is lost"):
+                dist_autograd.backward(context_id, [loss])
+            assert fault.happened
     assert_usable(mesh)
 
 
@@ -194,7 +169,8 @@ def test_many_failures_leave_no_threads_behind(mesh: Mesh) -> None:
     def others() -> set[str]:
         names = {thread.name for thread in threading.enumerate()}
         # On a slow machine a call waits so long that its callee is asked about it.
-        pooled = (*(pool._name for pool in pools), *(f"zrpc-{name}-questions" for name in mesh))
+        kinds = "worker", "completion", "questions"
+        pooled = tuple(f"zrpc-{name}-{kind}" for name in mesh for kind in kinds)
         return {name for name in names if not name.startswith(pooled)}
 
     def fail() -> None:

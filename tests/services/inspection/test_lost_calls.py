@@ -17,11 +17,11 @@ import pytest
 import zmq
 
 import zrpc
+from tests.support.observed import ask_often
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
-from zrpc.services.inspection.questions import Questions
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh, faults
 from zrpc.transport.network import BULK_BYTES
@@ -52,8 +52,8 @@ class _Probe(Service):
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Questions, "seconds", OFTEN)
+def often(mesh: Mesh) -> None:
+    ask_often(mesh, OFTEN)
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +91,7 @@ def unasked(mesh: Mesh) -> Iterator[None]:
         yield
     finally:
         rules.seconds = OFTEN
-        for question in list(rules._questions.values()):  # one was answered meanwhile
-            question.patient_until = 0.0
+        rules.forget(MemberId(1))  # also a question that was answered meanwhile
 
 
 @pytest.mark.system

@@ -11,8 +11,8 @@ import pytest
 import zrpc
 from tests.services.inspection.doors import knock, knock_and_await, knock_and_return, knock_at
 from tests.support.gates import Gate
+from tests.support.observed import ask_often
 from tests.support.waiting import until
-from zrpc.services.inspection.questions import Questions
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh
 from zrpc.wire.member_id import MemberId
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.system
 
 
 @pytest.fixture(autouse=True)
-def busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def busy(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """Handlers that wait seem to work: nobody takes their place. And all is asked soon."""
     used = itertools.count()
     monkeypatch.setattr(
         "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
     )
-    monkeypatch.setattr(Questions, "seconds", 0.05)
+    ask_often(mesh)
 
 
 def explained(mesh: Mesh, text: str, rank: int = 1) -> str:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from zrpc.services.names.messages import Holder, NameMessage, dump, parse
+from zrpc.services.names.messages import (
+    NO_BALLOT,
+    Ballot,
+    Collect,
+    Holder,
+    NameMessage,
+    dump,
+    parse,
+)
 from zrpc.services.names.registry import NameRegistry
 from zrpc.wire.member_id import MemberId
 
@@ -42,13 +50,17 @@ class Packet:
 
 @dataclass
 class Member:
-    """One worker: what it knows of the others, and what its program asks."""
+    """One worker: what it knows of the others, what its program asks, and what it was granted."""
 
     registry: NameRegistry
     found: set[MemberId]
     known: set[MemberId]
     claims: dict[int, str] = field(default_factory=dict)
     watches: dict[int, str] = field(default_factory=dict)
+    granted: dict[str, int] = field(default_factory=dict)
+
+    def holds(self, name: str) -> bool:
+        return name in self.granted and self.registry.holds(name, self.granted[name])
 
 
 @dataclass
@@ -61,6 +73,7 @@ class World:
     grants: list[tuple[str, Holder]] = field(default_factory=list)
     ended_claims: int = 0
     questions: list[tuple[MemberId, str, bool, Holder]] = field(default_factory=list)
+    term: Ballot = NO_BALLOT  # the latest one that has begun among more than one member
 
     def add(self, member: MemberId, others: Iterable[MemberId]) -> None:
         known = {member, *others}
@@ -89,9 +102,9 @@ class World:
         self.settle(at)
 
     def free(self, at: MemberId, name: str) -> None:
-        registry = self.members[at].registry
-        if name in registry._held:
-            registry.free(name, registry._held[name][0])
+        member = self.members[at]
+        if member.holds(name):
+            member.registry.free(name, member.granted[name])
         self.settle(at)
 
     def deliver(self, packet: Packet) -> None:
@@ -139,6 +152,8 @@ class World:
         registry = member.registry
         for to, message in registry.outgoing:
             self.packets.append(Packet(at, to, message))
+            if isinstance(message, Collect):
+                self.term = max(self.term, message.ballot)
         registry.outgoing.clear()
         settled, registry.settled = registry.settled, []
         for number, holder in settled:
@@ -146,6 +161,7 @@ class World:
             name = (member.claims if claims else member.watches).pop(number)
             if holder == (at, number):
                 self.grants.append((name, holder))
+                member.granted[name] = number
                 self.ended_claims += 1
             else:
                 self.questions.append((at, name, claims, holder))
@@ -172,7 +188,7 @@ class World:
     # -- what must hold --------------------------------------------------------------------
 
     def holders(self, name: str) -> list[MemberId]:
-        return [m for m in self.living if name in self.members[m].registry._held]
+        return [m for m in self.living if self.members[m].holds(name)]
 
     def check(self) -> None:
         for name in NAMES:
@@ -233,8 +249,8 @@ def happen(world: World, kind: str, one: int, two: int) -> None:
     elif kind == "kill" and len(callable_) > 1:
         world.kill(world.living[one % len(world.living)] if len(callable_) > 1 else at)
     elif kind == "depose" and len(callable_) > 1:
-        arbiters = [m for m in callable_ if world.members[m].registry._is_arbiter]
-        world.kill((arbiters or callable_)[0])
+        arbiter = world.term.arbiter
+        world.kill(arbiter if arbiter in callable_ else callable_[0])
     elif kind == "notice" and world.dead:
         world.notice(at, sorted(world.dead)[two % len(world.dead)])
     elif kind == "introduce":

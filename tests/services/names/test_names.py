@@ -12,10 +12,13 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.observed import living
 from tests.support.waiting import SOON, until
 from zrpc.services.names import claims
+from zrpc.services.names.messages import Ask
 from zrpc.services.names.service import NameService
-from zrpc.testing import Mesh
+from zrpc.services.names.waiting import Waiting
+from zrpc.testing import Mesh, faults
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -60,6 +63,11 @@ def make_and_forget() -> None:
 
 def get(name: str = "replay", timeout: float = SOON) -> Any:
     return rpc.get_actor(name, timeout).rpc_sync().get()
+
+
+def questions() -> list[Any]:
+    """What threads of this process wait for at the moment, and questions that have no answer."""
+    return [*living(Waiting), *living(Ask)]
 
 
 def names_held(mesh: Mesh) -> list[int]:
@@ -308,11 +316,8 @@ def test_get_actor_says_that_there_is_none_in_time(mesh: Mesh) -> None:
     with pytest.raises(rpc.RpcTimeoutError, match=r"'replay' within 0.05 s, found none") as caught:
         mesh.run(0, rpc.get_actor, "replay", 0.05)
     assert caught.value.executed is False
-    for worker in WORKERS:
-        service = mesh.agent(worker).service(NameService)
-        until(lambda service=service: not service._registry._waiting)
-        assert not service._followers
-        assert not service._waiting
+    del caught  # its traceback has what was waited for
+    until(lambda: not questions(), "nothing of the search is left on any worker", collect=True)
 
 
 ended = threading.Event()
@@ -349,7 +354,7 @@ def test_shutdown_ends_a_search(mesh: Mesh) -> None:
                 rpc.get_actor("replay", timeout=1000)
 
         future = pool.submit(search)
-        until(lambda: agent.service(NameService)._waiting)
+        until(questions, "it searches")
         agent.close()
         future.result(SOON)
 
@@ -377,11 +382,12 @@ def test_names_outlive_the_worker_that_granted_them(mesh: Mesh) -> None:
     assert search.result(SOON) == 10
 
 
+@pytest.mark.system
+@pytest.mark.zrpc(faults=True)
 def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: Mesh) -> None:
-    service = mesh.agent("worker0").service(NameService)
-    with service._lock:  # it grants nothing
+    with faults.cut(mesh, 0, 1):  # worker0, which grants names, does not hear of the claim
         future = mesh.submit(2, make, "worker1")
-        until(lambda: mesh.agent("worker1").service(NameService)._registry.claiming)
+        until(questions, "it claims the name")
         mesh.agent("worker1").close()
     with pytest.raises(rpc.WorkerDied, match="worker1"):
         future.result(SOON)

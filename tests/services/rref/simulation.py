@@ -233,7 +233,7 @@ class Network:
             if not machine.idle:
                 raise Violation(f"worker {rank} waits for a message that never comes")
             if len(machine):
-                raise Violation(f"worker {rank} keeps {machine._owned} {machine._held}")
+                raise Violation(f"worker {rank} keeps values and forks: {machine.sizes()}")
         for rref_id, owner in self.owners.items():
             creator = rref_id.created_on
             # Its call may never have arrived.

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 import zrpc
 from tests.support.gates import Gate
+from tests.support.observed import calls_to
 from tests.support.waiting import SOON, until
-from zrpc.services.rref import service as rref_service
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
 from zrpc.services.rref.protocol import References
-from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
-from zrpc.wire.message import Message
+from zrpc.testing import Mesh, faults
+
+pytestmark = pytest.mark.zrpc(workers=3, faults=True)
 
 
 class Asked:
@@ -44,80 +44,64 @@ WAYS: list[Callable[[str, zrpc.RRef[Any]], Any]] = [
 ]
 
 
-class SlowOwner:
-    """Keeps the messages of the reference count that come to a worker, until they are let in."""
-
-    def __init__(self, mesh: Mesh, rank: int) -> None:
-        self._handlers = mesh.agent(rank).dispatcher._handlers
-        self._handler = self._handlers[Kind.REFERENCE]
-        self._handlers[Kind.REFERENCE] = self._keep
-        self.kept: list[Message] = []
-
-    def _keep(self, message: Message) -> None:
-        self.kept.append(message)
-
-    def let_in(self) -> None:
-        self._handlers[Kind.REFERENCE] = self._handler
-        for message in self.kept:
-            self._handler(message)
+@pytest.fixture
+def rref(mesh: Mesh) -> Iterator[zrpc.RRef[Any]]:
+    """An RRef of worker0 to a value of worker2; the test itself is worker0."""
+    with mesh.agent(0).as_current():
+        rref = zrpc.remote("worker2", dict)
+        rref.to_here()
+        zrpc.rpc_sync("worker1", zrpc.rpc_sync, ("worker2", max, (1, 2)))  # opens connections
+        yield rref
 
 
-@pytest.mark.zrpc(workers=3)
+def let_it_be_read(future: zrpc.Future[Any]) -> None:
+    """Waits until worker1 has read a call, which does not begin: other handlers run meanwhile."""
+    zrpc.rpc_sync("worker1", max, (1, 2))
+    assert not future.done()
+
+
 @pytest.mark.parametrize("way", WAYS)
-def test_a_handler_begins_when_its_rref_is_confirmed(mesh: Mesh, way: Any) -> None:
-    with mesh.agent(0).as_current():
-        rref = zrpc.remote("worker2", dict)
-        rref.to_here()
-        owner = SlowOwner(mesh, 2)
+def test_a_handler_begins_when_its_rref_is_confirmed(
+    mesh: Mesh, rref: zrpc.RRef[Any], way: Any
+) -> None:
+    with faults.cut(mesh, 1, 2):
         answer = mesh.submit(0, way, "worker1", rref)
-        until(lambda: owner.kept, "worker1 tells the owner of its fork")
-        zrpc.rpc_sync("worker1", max, (1, 2))  # other handlers run meanwhile
-        assert not answer.done()
-        owner.let_in()
-        assert answer.result(SOON) is True
+        until(lambda: calls_to(mesh, 1).calls_in_flight)
+        let_it_be_read(answer)
+    assert answer.result(SOON) is True
 
 
-@pytest.mark.zrpc(workers=3)
-def test_a_handler_whose_rrefs_owner_dies_begins_nevertheless(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        rref = zrpc.remote("worker2", dict)
-        rref.to_here()
-        owner = SlowOwner(mesh, 2)
+def test_a_handler_whose_rrefs_owner_dies_begins_nevertheless(
+    mesh: Mesh, rref: zrpc.RRef[Any]
+) -> None:
+    with faults.drop(mesh, 1, 2, None) as fault:
         future = zrpc.rpc_async("worker1", confirmed, args=(rref,))
-        until(lambda: owner.kept, "worker1 tells the owner of its fork")
+        until(lambda: fault.happened, "worker1 tells the owner of its fork")
         mesh.agent(2).close()
         assert future.wait() is False
 
 
-@pytest.mark.zrpc(workers=3)
 def test_a_handler_begins_in_the_end_if_a_message_is_lost(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    mesh: Mesh, rref: zrpc.RRef[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rref_service, "_LISTING_SECONDS", 0.05)
-    with mesh.agent(0).as_current():
-        rref = zrpc.remote("worker2", dict)
-        rref.to_here()
-        owner = SlowOwner(mesh, 2)
+    monkeypatch.setattr("zrpc.services.rref.service._LISTING_SECONDS", 0.05)
+    with faults.cut(mesh, 1, 2):
         assert zrpc.rpc_sync("worker1", confirmed, args=(rref,)) is False
-        owner.let_in()
 
 
-@pytest.mark.zrpc(workers=3)
-def test_a_handler_that_is_cancelled_meanwhile_never_begins(mesh: Mesh) -> None:
+def test_a_handler_that_is_cancelled_meanwhile_never_begins(
+    mesh: Mesh, rref: zrpc.RRef[Any]
+) -> None:
     begun = Gate()
     begun.open()
-    with mesh.agent(0).as_current():
-        rref = zrpc.remote("worker2", dict)
-        rref.to_here()
-        owner = SlowOwner(mesh, 2)
+    with faults.cut(mesh, 1, 2):
         future = zrpc.rpc_async("worker1", begun.wait_inside, args=(rref,))
-        until(lambda: owner.kept, "worker1 tells the owner of its fork")
+        let_it_be_read(future)
         assert future.cancel()
         until(lambda: not len(mesh.agent(1).callee.requests), "the request is dropped")
-        owner.let_in()
-        # What comes later runs later.
-        assert zrpc.rpc_sync("worker1", confirmed, args=(rref,)) is True
-        assert not begun.entered.acquire(blocking=False)
+    # What comes later runs later.
+    assert zrpc.rpc_sync("worker1", confirmed, args=(rref,)) is True
+    assert not begun.entered.acquire(blocking=False)
 
 
 # -- the rules -------------------------------------------------------------------------------

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import itertools
 import threading
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -22,16 +20,14 @@ from tests.services.rref.tracked import (
     is_freed,
     rest,
 )
-from tests.support.ctrl_c import ctrl_c_at
 from tests.support.gates import Gate
+from tests.support.observed import living
+from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import until
-from zrpc.calls.caller import Caller
-from zrpc.services.rref.creation import Creation
-from zrpc.services.rref.protocol import References
-from zrpc.services.rref.service import RRefService
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
+from zrpc.wire.message import Message
 
 
 class Held:
@@ -206,24 +202,11 @@ def test_others_learn_that_a_value_is_never_made(
     ids=["own", "made here", "made there"],
 )
 def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
-    functions = [
-        *(zrpc.RRef.__init__, zrpc.RRef._fill, zrpc.RRef._create.__func__, zrpc.RRef.__del__),
-        *(RRefService.retain_value, References.retain, References.create),
-        *(value for value in vars(Creation).values() if isinstance(value, FunctionType)),
-        *(Caller.call_notify, Caller._submit),
-    ]
     with mesh.agent(0).as_current():
-        for number in itertools.count(1):
-            interrupted = True
-            with contextlib.suppress(KeyboardInterrupt):
-                with ctrl_c_at(number, *functions):
-                    rref = make()
-                    interrupted = False
-                del rref
+        for number in some_steps(make):
+            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt):
+                make()
             assert_empty(mesh)
-            if not interrupted:
-                break
-    assert number > 10
 
 
 # -- a request that waits for a value ----------------------------------------------------------
@@ -234,18 +217,16 @@ def test_calls_that_have_timed_out_are_not_kept_until_the_value_comes(mesh: Mesh
     with mesh.agent(0).as_current(), Gate() as gate:
         rref = zrpc.remote("worker1", gate.wait_inside, args=(1,))
         gate.await_entry()
-        service, callee = mesh.agent(1).service(RRefService), mesh.agent(1).callee
+        callee = mesh.agent(1).callee
         patient = rref.rpc_async(timeout=0).bit_length()
         until(lambda: len(callee.requests.all()) == 2, "it waits for the value")
         for _ in range(500):
             call = rref.rpc_async(timeout=0).bit_length()
             assert call.cancel()
         until(lambda: len(callee.requests.all()) == 2, "the others are dropped")
-        waiting = service.values[rref._rref_id]._followers
-        assert waiting is not None
-        assert len(waiting) < 250
+        assert len(living(Message)) < 250
         gate.open()
         assert patient.wait() == 1
-    del rref, patient, call, waiting
+    del rref, patient, call
     rest(mesh)
     assert_empty(mesh)

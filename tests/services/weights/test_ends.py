@@ -8,14 +8,10 @@ import pytest
 
 import zrpc
 from tests.services.weights.publishing import SOON, Learner, Rollout, raised_by, weights
+from tests.support.observed import busy
 from tests.support.waiting import until
 from zrpc.nn import publish, subscribe
 from zrpc.testing import Mesh
-
-
-def requests(learner: Learner) -> list[Any]:
-    """What waits for a version of a publisher."""
-    return [each for each in learner.published._versions._waiting if not each.abandoned]
 
 
 def load_later() -> int:
@@ -37,7 +33,7 @@ def test_loads_of_handlers_end_once_all_workers_have_called_shutdown(
     with mesh.agent(0).as_current():
         future = zrpc.rpc_async(1, load_later, timeout=0)
         if learner is not None:
-            until(lambda: requests(learner))
+            until(lambda: busy(mesh, 0), "the publisher is asked")
         ends = [mesh.submit(rank, zrpc.shutdown) for rank in (0, 1)]
         with pytest.raises(zrpc.RpcError, match="no worker will push one: all have called"):
             future.wait()
@@ -53,7 +49,7 @@ def test_a_publisher_leaves_an_elastic_mesh_although_a_load_waits(mesh: Mesh) ->
     rollout = Rollout(mesh, 1)
     assert rollout.load() == 5
     waiting = mesh.submit(1, raised_by, rollout.subscriber.load_into, rollout.model, 6, 0)
-    until(lambda: requests(learner))
+    until(lambda: busy(mesh, 0), "the publisher is asked")
     mesh.submit(0, zrpc.shutdown).result(SOON)
     assert "the publisher's worker leaves" in str(waiting.result(SOON))
     until(lambda: len(mesh.agent(1).membership.living) == 2)
@@ -72,4 +68,4 @@ def test_what_waits_no_longer_is_not_kept(mesh: Mesh) -> None:
         for _ in range(3):
             with pytest.raises(zrpc.RpcTimeoutError):
                 rollout.load(at_least=9, timeout=0.01)
-    until(lambda: not requests(learner))
+    until(lambda: not busy(mesh, 0))

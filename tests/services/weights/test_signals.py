@@ -11,8 +11,10 @@ import torch
 from tests.behaviour.signal_steps_cases import Interruption, send
 from tests.services.weights.publishing import Learner, Rollout, pool_of, value_of
 from tests.support.handled import signal_handlers
+from tests.support.observed import living
 from tests.support.steps import at_step, some_steps
 from tests.support.waiting import until
+from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
 
 pytestmark = [pytest.mark.system, pytest.mark.zrpc(workers=2, timeout=120)]
@@ -86,5 +88,5 @@ def test_what_a_handler_raises_leaves_no_half_version_and_no_memory(
         assert program.far.load() == program.learner.published.version
     assert program.versions == sorted(set(program.versions))
     pool = pool_of(mesh)
-    until(lambda: len(pool) <= 4 and not any(each.writing for each in pool._segments.values()))
+    until(lambda: len(pool) <= 4 and not any(each.writing for each in living(Segment)))
     assert torch.equal(program.far.model["a"], model["a"])
