@@ -31,7 +31,7 @@ from zrpc.membership.endpoints import (
     make_keys,
 )
 from zrpc.membership.init_method import local_world_size, restart_count
-from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.peer_record import PeerRecord, own_version
 from zrpc.membership.rendezvous import StoreLost, meet
 from zrpc.membership.secret import ClusterSecret, find_secret
 from zrpc.membership.store import connect_store
@@ -40,6 +40,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.actors.service import ActorService
+from zrpc.services.agreement import AgreementService
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
@@ -65,6 +66,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 
 # What an agent has, in the order in which it is plugged in.
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
+    AgreementService,
     SharedMemoryService,
     plug_in_rrefs,
     ActorService,
@@ -205,6 +207,8 @@ def join_mesh(
             restarts=restarts or 0,
             local_world_size=local_world_size(world_size, init_method),
             devices=DeviceSettings.of(options).dump(),
+            version=own_version(),
+            heartbeat_timeout=options.heartbeat_timeout,
         )
         if world_size is None or restarts is not None:
             record = replace(record, endpoint=listen(meeting))

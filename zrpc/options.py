@@ -131,6 +131,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             beside its message, which bounds the number of calls. 0 means no limit.
         heartbeat_timeout: seconds without a heartbeat after which a worker is declared dead: its
             process is stopped, or its network is cut. Calls to it then fail with `WorkerDied`.
+            All workers of a mesh must have the same.
             Heartbeats are sent even while its Python code can't run. A worker that was never
             reached is waited for longer while others that were asked at the same time still
             answer for the first time. The exit of a process is noticed sooner, without heartbeats.

@@ -139,7 +139,7 @@ class DriverMesh:
         # Held while it is closed: another thread that closes it waits for that. A signal handler
         # may close it meanwhile in the same thread.
         self._lock = threading.RLock()
-        processes.begin_reports()
+        processes.begin_reports(agent)
         atexit.register(self._close_at_exit)
 
     @property
@@ -171,7 +171,7 @@ class DriverMesh:
                 return
             hurried = True
             try:
-                self._processes.end_reports()
+                self._processes.end_restarts()
                 self._agent.shutdown(graceful, timeout)
                 hurried = not graceful
             finally:

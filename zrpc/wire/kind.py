@@ -54,6 +54,7 @@ class Kind(IntEnum):
     LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
     ASK = 11, Rules(counted=False)  # what does the receiver do, or where do these calls stand?
     TELL = 12, Rules(counted=False)  # answers ASK, as JSON
+    LOST = 13, Rules(counted=False)  # members that are lost, and members that are put out
     # A call whose result stays with the callee, as an RRef.
     REMOTE = 16, Rules(answered=True, metered=True)
     FETCH = 17, Rules(answered=True, droppable=True)  # asks for the value of an RRef

@@ -278,8 +278,10 @@ class KeepsForksOfTheDead(References):
         self._lost.add(rank)
 
 
-class WaitsForAbandonedForks(References):
-    def _abandon(self, *_: Any) -> None: ...
+class WaitsForTheLost(References):
+    def _end_adding(self, forks: Any) -> None:
+        if not any(self._adding[fork][0] in self._lost for fork in forks & self._adding.keys()):
+            super()._end_adding(forks)
 
 
 @pytest.mark.system
@@ -293,7 +295,7 @@ class WaitsForAbandonedForks(References):
         (ListsForksOnArrivalOnly, ORDINARY),
         (NeverDeletes, ORDINARY),
         (KeepsForksOfTheDead, WITH_LOSSES),
-        (WaitsForAbandonedForks, WITH_PARTITIONS),
+        (WaitsForTheLost, WITH_PARTITIONS),
     ],
 )
 def test_a_broken_protocol_is_found_out(mutant: Any, steps: Any) -> None:
