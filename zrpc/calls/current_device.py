@@ -2,7 +2,7 @@
 
 A request of a worker that has a device map for this one says which. If the map names several
 devices here, it is that of the first tensor on a device, or else the first of this worker's
-`devices`. An ``async def`` function or a generator has it in each of its steps: others run in the
+``devices``. An ``async def`` function or a generator has it in each of its steps: others run in the
 same thread.
 """
 
