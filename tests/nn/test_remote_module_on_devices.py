@@ -13,13 +13,13 @@ from zrpc.agent.agent import Agent
 from zrpc.nn import RemoteModule
 from zrpc.testing import fake_device
 
-fake_device()
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
 def _agents() -> Iterator[list[Agent]]:
     """worker0 has a map for worker1, and none for worker2."""
+    fake_device()
     with joined({"device_maps": {"worker1": {"fake:0": "fake:1"}}}, {}, {}) as agents:
         yield agents
 

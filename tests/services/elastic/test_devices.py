@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 pytestmark = pytest.mark.system
 
-fake_device()
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    fake_device()
 
 
 def mapped(to: str, device: str = "fake:1") -> dict[str, Any]:
