@@ -13,8 +13,9 @@ import torch
 import zrpc as rpc
 from tests.support.agents import joined
 from tests.support.targets import echo
+from zrpc import stand_in
 from zrpc.agent.agent import Agent
-from zrpc.testing import fake_device
+from zrpc.testing import Mesh, fake_device
 
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
 DEVICES = ["fake:0", "fake:1"]
@@ -353,6 +354,23 @@ class TestUnmapped:
     def test_a_group_is_refused_for_the_member_without_a_map(self) -> None:
         with pytest.raises(rpc.SerializationError, match=r"^argument 0 of echo: .* worker2:"):
             rpc.rpc_sync(rpc.group(["worker1", "worker2"]), echo, (make("fake:0"),))
+
+
+def text_in_a_program_for_torch() -> str:
+    fake_device()
+    stand_in.begin()  # as `zrpc run` does
+    try:
+        rpc.rpc_sync("worker1", echo, (make("fake:0"),))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.zrpc(workers=2, processes=True)
+def test_a_program_for_torch_finds_torchs_text_first(mesh: Mesh) -> None:
+    text = mesh.run(0, text_in_a_program_for_torch)
+    assert "TensorPipe RPC backend only supports CPU tensors by default, please move your " in text
+    assert "or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly " in text
 
 
 def _refused() -> None:

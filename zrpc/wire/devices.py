@@ -60,6 +60,7 @@ class DeviceMap:
         answers: whether this holds for answers; if not, it does for requests.
         current: the device that is current while the receiver runs a handler, if no argument says
             which; empty if the map names none but the CPU.
+        moves_cpu: whether tensors on the CPU arrive on another device.
 
     Two are equal if tensors arrive on the same devices.
     """
@@ -70,6 +71,10 @@ class DeviceMap:
     others: str = ""
     answers: bool = False
     current: str = ""
+    moves_cpu: bool = field(init=False)  # each message with tensors needs it
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "moves_cpu", self.targets.get(CPU, CPU) != CPU)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DeviceMap) and self._key == other._key
@@ -80,11 +85,6 @@ class DeviceMap:
     @property
     def _key(self) -> object:
         return frozenset(self.targets.items()), self.others
-
-    @property
-    def moves_cpu(self) -> bool:
-        """Whether tensors on the CPU arrive on another device."""
-        return self.targets.get(CPU, CPU) != CPU
 
     def target(self, tensor: torch.Tensor) -> str:
         """Returns the device that a tensor arrives on.

@@ -4,7 +4,8 @@ The sender copies the large buffers of a message into a segment of its own, and 
 where. The receiver maps the segment, and its tensors are views of it. When they are freed it
 returns the segment, to be used again: with the next message to the sender, often the answer, or
 else by a message of its own. So there is one copy in and none out. What the sender holds in a
-segment is not even copied in, however many peers it is sent to.
+segment is not even copied in, however many peers it is sent to. Tensors on devices are copied from
+there into a segment at once.
 
 A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
 it. If the peer has no room for it, and if the pool is full, frames are used. Of one that sends too
