@@ -15,7 +15,7 @@ from tests.support.agents import joined
 from tests.support.targets import echo
 from zrpc import stand_in
 from zrpc.agent.agent import Agent
-from zrpc.testing import Mesh, fake_device
+from zrpc.testing import fake_device, local_mesh
 
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
 DEVICES = ["fake:0", "fake:1"]
@@ -357,7 +357,6 @@ class TestUnmapped:
 
 
 def text_in_a_program_for_torch() -> str:
-    fake_device()
     stand_in.begin()  # as `zrpc run` does
     try:
         rpc.rpc_sync("worker1", echo, (make("fake:0"),))
@@ -366,9 +365,12 @@ def text_in_a_program_for_torch() -> str:
     return ""
 
 
-@pytest.mark.zrpc(workers=2, processes=True)
-def test_a_program_for_torch_finds_torchs_text_first(mesh: Mesh) -> None:
-    text = mesh.run(0, text_in_a_program_for_torch)
+@pytest.mark.system
+def test_a_program_for_torch_finds_torchs_text_first() -> None:
+    fake_device()  # the processes have it as well
+    with local_mesh(2, processes=True, timeout=60) as mesh:
+        text = mesh.run(0, text_in_a_program_for_torch)
+    assert "Request device mapping is not available for destination worker1" in text
     assert "TensorPipe RPC backend only supports CPU tensors by default, please move your " in text
     assert "or call `set_device_map` on `TensorPipeRpcBackendOptions` to explicitly " in text
 

@@ -104,7 +104,7 @@ class DeviceMap:
         if self.answers:
             caller, callee = callee, caller
         return (
-            f"{_TORCH_SAYS if stand_in.is_active() else ''}{kind} device mapping is not available "
+            f"{_torch_says()}{kind} device mapping is not available "
             f"for destination {self.receiver}: {found} a tensor on {device} of {self.sender}, and "
             f"{caller}'s device map for {callee} names no device for it. Call "
             f'options.set_device_map("{callee}", {{"{device}": "{device}"}}) on {caller} before '
@@ -117,11 +117,15 @@ class DeviceMap:
 TO_CPU = DeviceMap(others=CPU)
 
 
+def _torch_says() -> str:
+    return _TORCH_SAYS if stand_in.is_active() else ""
+
+
 def unmapped(tensor: torch.Tensor) -> UnmappedDevice:
     """Returns the error of a tensor in what is packed for no worker in particular."""
     return UnmappedDevice(
-        f"expected tensors on the CPU, found one on {tensor.device}, and no device map: send "
-        "tensor.cpu(), and move it on arrival"
+        f"{_torch_says()}expected tensors on the CPU, found one on {tensor.device}, and no device "
+        "map: send tensor.cpu(), and move it on arrival"
     )
 
 
