@@ -220,7 +220,7 @@ class ValueSink:
         self._name_actor(request.scope.function, error)
         try:
             if report:
-                # Whoever uses the value gets the error, but perhaps nobody does.
+                # A worker that uses the value gets the error, but perhaps none does.
                 self._callee.report_failure(error, handler_name(request))
         finally:  # also if it can't be logged
             self._callee.count(request, error)
