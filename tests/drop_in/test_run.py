@@ -87,6 +87,32 @@ def test_all_children_have_the_drop_in(write: Write, commands: Commands) -> None
     assert ended.stdout.splitlines() == ["True"] * 6
 
 
+FAILS = """
+    import torch.distributed.rpc as rpc
+
+    def fail():
+        raise KeyError("for the caller")
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method="file://store")
+    rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+    try:
+        rpc.rpc_sync("alone", fail)
+    except KeyError as error:
+        print("caught", error)
+    rpc.shutdown()
+"""
+
+
+def test_a_callee_prints_the_errors_of_its_functions_as_that_of_torch_does(
+    write: Write, commands: Commands, tmp_path: Path
+) -> None:
+    write("program.py", FAILS.replace("file://store", f"file://{tmp_path}/store"))
+    ended = commands(*RUN, "program.py")
+    assert ended.stdout == "caught 'for the caller'\n", ended.stderr
+    assert "a call of fail failed" in ended.stderr
+    assert "KeyError: 'for the caller'" in ended.stderr
+
+
 def test_the_users_own_sitecustomize_runs(write: Write, commands: Commands, tmp_path: Path) -> None:
     write("mine/sitecustomize.py", "print('mine', __file__.endswith('mine/sitecustomize.py'))")
     write("program.py", "import sitecustomize, sys; print(sitecustomize.__file__, sys.path)")
