@@ -17,11 +17,9 @@ from tests.services.rref.simulation import (
     WITH_PARTITIONS,
     Network,
     Packet,
-    Violation,
     run,
     schedules,
 )
-from tests.support.mutants import assert_detected
 from zrpc.errors import ProtocolError
 from zrpc.services.rref import protocol
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
@@ -231,73 +229,6 @@ def test_other_bytes_are_refused(data: Any) -> None:
         except ProtocolError:
             continue
         assert b"".join(each.pack() for each in found) == data
-
-
-# -- the properties can fail ---------------------------------------------------------------
-
-
-class ForgetsParents(References):
-    def _announce(self, rref_id: Any, *_: Any) -> None:
-        self._owned[rref_id]
-
-
-class ForgetsEarlyEnds(References):
-    def _delete(self, rref_id: Any, fork_id: Any, sender: Any) -> None:
-        self._owned[rref_id].forks.pop(fork_id, None)
-        self._free_if_unused(rref_id)
-
-
-class DoesNotWaitForChildren(References):
-    def _end_if_unused(self, fork_id: Any) -> None:
-        if fork_id in self._held:
-            self._held[fork_id].children.clear()
-            super()._end_if_unused(fork_id)
-
-
-class ReadsRepeats(References):
-    def handle(self, sender: Any, message: Any) -> None:
-        self._serials_in.pop(sender, None)
-        super().handle(sender, message)
-
-
-class ListsForksOnArrivalOnly(References):
-    def fork(self, fork: Any, receiver: Any) -> None:
-        if fork.owner != self._own_id:
-            super().fork(fork, receiver)
-
-
-class NeverDeletes(References):
-    def _end_if_unused(self, fork_id: Any) -> None:
-        held = self._held[fork_id]
-        if not held.handles and not held.children:
-            del self._held[fork_id]
-
-
-class KeepsForksOfTheDead(References):
-    def on_member_lost(self, rank: Any) -> None:
-        self._lost.add(rank)
-
-
-class WaitsForAbandonedForks(References):
-    def _abandon(self, *_: Any) -> None: ...
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("mutant", "steps"),
-    [
-        (ForgetsParents, ORDINARY),
-        (ForgetsEarlyEnds, ORDINARY),
-        (DoesNotWaitForChildren, ORDINARY),
-        (ReadsRepeats, ORDINARY),
-        (ListsForksOnArrivalOnly, ORDINARY),
-        (NeverDeletes, ORDINARY),
-        (KeepsForksOfTheDead, WITH_LOSSES),
-        (WaitsForAbandonedForks, WITH_PARTITIONS),
-    ],
-)
-def test_a_broken_protocol_is_found_out(mutant: Any, steps: Any) -> None:
-    assert_detected(mutant, steps, run, Violation)
 
 
 def pair_with_fork() -> tuple[References, Fork]:
