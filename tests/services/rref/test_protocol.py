@@ -59,6 +59,14 @@ def test_nothing_is_kept_when_workers_that_live_lose_each_other(
     run(size, schedule, seed)
 
 
+def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> None:
+    hand_on = [("hand on", 10, 9), ("deliver", 0, 8), ("hand on", 1, 9), ("deliver", 6, 6)]
+    more = [("create", 7, 11), ("hand on", 6, 9), ("drop", 11, 3), ("hand on", 2, 4)]
+    end = [("drop", 7, 11), ("deliver", 9, 1), ("hand on", 11, 0), ("deliver", 11, 7)]
+    cut = [("deliver", 10, 6), ("part", 10, 3), ("deliver", 0, 11)]
+    run(3, [("create", 2, 2), *hand_on, *more, *end, *cut], 1826)
+
+
 # -- sequences that once went wrong --------------------------------------------------------
 
 
