@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+
 from zrpc.cli import main
 
 ROOT = Path(__file__).parents[1]

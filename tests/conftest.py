@@ -46,6 +46,7 @@ _SYSTEM_PATHS = (
     "cli/test_debug.py",
     "cli/test_launch.py",
     "docs/test_pages.py",
+    "driver",
     "drop_in/test_run.py",
     "engines",
     "examples",

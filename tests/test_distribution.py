@@ -23,6 +23,15 @@ with rpc.session() as worker:
         print(rpc.rpc_sync("worker1", max, args=(1, 2)), rpc.__version__, rpc.__file__)
 """
 
+_TYPED = """
+from typing import assert_type
+import zrpc
+def square(number: int) -> int:
+    return number * number
+assert_type(zrpc.rpc_sync("worker1", square, args=(2,)), int)
+zrpc.rpc_sync("worker1", 3)  # type: ignore[call-overload]  # pyright: ignore
+"""
+
 pytestmark = pytest.mark.system
 
 
@@ -30,7 +39,7 @@ pytestmark = pytest.mark.system
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the source distribution, and the wheel that was built out of it."""
     directory = tmp_path_factory.mktemp("distribution")
-    source = shutil.copytree(ROOT, directory / "source", ignore=_NOT_COPIED)
+    source = _copy_of_checkout(directory)
     built = directory / "dist"
     command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
@@ -53,22 +62,41 @@ def test_the_source_distribution_has_readme_and_licence(distributions: Path) -> 
     (archive,) = distributions.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
         names = {name.partition("/")[2] for name in opened.getnames()}
-    assert names >= {"README.md", "LICENSE", "pyproject.toml", "zrpc/py.typed", "cli/launch.py"}
+    assert names >= {"README.md", "LICENSE", "pyproject.toml", "zrpc/py.typed"}
+    assert "zrpc/cli/launch.py" in names
 
 
 def test_the_wheel_works_in_a_new_environment(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
-    venv = tmp_path / "venv"
+    bin, packages = _environment_with(tmp_path, str(wheel))
+    (tmp_path / "hello.py").write_text(_HELLO)
+    output = run(str(bin / "zrpc"), "launch", "--nprocs", "2", "hello.py", cwd=tmp_path)
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert output.split() == ["[0]", "2", version, str(packages / "zrpc" / "__init__.py")]
+
+
+def test_type_checkers_find_the_types_of_an_editable_install(tmp_path: Path) -> None:
+    bin, _ = _environment_with(tmp_path, "-e", str(_copy_of_checkout(tmp_path)))
+    (tmp_path / "program.py").write_text(_TYPED)
+    for checker in ("mypy", "--strict", "--python-executable"), ("pyright", "--pythonpath"):
+        run(sys.executable, "-m", *checker, str(bin / "python"), "program.py", cwd=tmp_path)
+    assert run(str(bin / "zrpc"), "--version").startswith("zrpc, version ")
+
+
+def _copy_of_checkout(directory: Path) -> Path:
+    return shutil.copytree(ROOT, directory / "source", symlinks=True, ignore=_NOT_COPIED)
+
+
+def _environment_with(directory: Path, *package: str) -> tuple[Path, Path]:
+    """Installs the package in a new environment; returns where its commands and packages are."""
+    venv = directory / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", str(venv))
     (packages,) = venv.glob("lib/python*/site-packages")
     # The dependencies; the .pth files there, such as that of this checkout, are not read.
     (packages / "dependencies.pth").write_text(_installed_packages())
-    python = str(venv / "bin" / "python")
-    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", str(wheel))
-    (tmp_path / "hello.py").write_text(_HELLO)
-    output = run(str(venv / "bin" / "zrpc"), "launch", "--nprocs", "2", "hello.py", cwd=tmp_path)
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert output.split() == ["[0]", "2", version, str(packages / "zrpc" / "__init__.py")]
+    install = ["install", "--no-deps", "--no-build-isolation", *package]
+    run(sys.executable, "-m", "pip", "--python", str(venv / "bin" / "python"), *install)
+    return venv / "bin", packages
 
 
 def _installed_packages() -> str:

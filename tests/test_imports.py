@@ -29,6 +29,7 @@ ROOMS: list[list[str]] = [
     ["zrpc.cli"],
     ["zrpc.bench"],
     ["zrpc.testing", "zrpc.drop_in", "zrpc.integrations"],
+    ["zrpc.driver"],
     ["face", "zrpc.launch"],
     ["zrpc.services"],
     ["zrpc.agent"],
@@ -94,7 +95,9 @@ _SURFACE = {
         inspection.snapshot metrics.service names.claims names.service queue.service rref.rref
         rref.service shm.segments shm.service streams.service streams.stream tracing.service
         weights.publisher weights.service weights.subscriber""",
-    "zrpc.launch": ". child console descriptors interpreter port starter task terminal worker",
+    "zrpc.launch": """. child console descriptors interpreter output port roles starter task
+        terminal worker""",
+    "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
     "zrpc.bench": """library link machine namespaces plot progress rows run sampling scale

@@ -47,6 +47,8 @@ if TYPE_CHECKING:
     from zrpc.calls.future_group import collect_all as collect_all
     from zrpc.calls.future_group import wait_all as wait_all
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
+    from zrpc.driver.mesh import DriverMesh as DriverMesh
+    from zrpc.driver.mesh import start_mesh as start_mesh
     from zrpc.errors import *  # noqa: F403
     from zrpc.functions import batched as batched
     from zrpc.groups import each as each
@@ -95,6 +97,7 @@ _NAMES = {
     "zrpc.calls.future": "Future",
     "zrpc.calls.future_group": "as_completed collect_all wait_all",
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
+    "zrpc.driver.mesh": "DriverMesh start_mesh",
     "zrpc.errors": " ".join(errors.__all__),
     "zrpc.functions": "batched",
     "zrpc.groups": "each group share split",

@@ -143,6 +143,7 @@ def join_mesh(
     secret: ClusterSecret | None = None,
     restarts: int | None = None,
     elastic_limits: ElasticLimits = DEFAULT_LIMITS,
+    sockets: Path | None = None,
 ) -> Agent:
     """Meets the other workers and starts an agent that serves them.
 
@@ -160,6 +161,8 @@ def join_mesh(
         secret: signs what is written to the store. Default: that of the environment.
         restarts: how often this worker was restarted; None if single workers are not.
         elastic_limits: for a mesh in which workers come and go, or are restarted.
+        sockets: the directory for Unix sockets, of all workers of this host. Default: that of
+            ``ZRPC_RUNTIME_DIR``, or the temporary one.
 
     Raises:
         AuthenticationError: the secrets of the workers differ, or can't be used.
@@ -177,7 +180,8 @@ def join_mesh(
     WorkerInfo(name, rank or 0)  # checks the name
     ipc = options.transport != "tcp"
     token = secrets.token_hex(16)
-    network = Network(PeerRecord.identity_of(token), rank or 0, world_size or _MAX_WORKERS, ipc)
+    identity = PeerRecord.identity_of(token)
+    network = Network(identity, rank or 0, world_size or _MAX_WORKERS, ipc, sockets)
     meeting = Meeting(store, init_method, secret, options, ports, keys, network)
     try:
         record = PeerRecord(
@@ -185,7 +189,7 @@ def join_mesh(
             rank=-1 if rank is None else rank,
             world_size=world_size or 0,
             token=token,
-            host_key=host_key(),
+            host_key=host_key(sockets),
             network_key=network_key(),
             host=socket.gethostname(),
             pid=os.getpid(),

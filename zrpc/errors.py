@@ -270,7 +270,10 @@ def of_lost_message(text: str, executed: bool | None) -> RpcError:
 
 def not_initialized() -> NotInitializedError:
     """Returns the error of a call in a process, or a context, without an agent."""
-    return NotInitializedError("RPC has not been initialized. Call zrpc.init_rpc first.")
+    return NotInitializedError(
+        "RPC has not been initialized. Call zrpc.init_rpc first, or zrpc.start_mesh in a program "
+        "or a notebook that starts its own workers."
+    )
 
 
 def has_shut_down() -> NotInitializedError:

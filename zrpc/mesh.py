@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
 
@@ -39,6 +39,8 @@ __all__ = [
     "trace",
     "world_size",
 ]
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -181,8 +183,8 @@ def set_rpc_timeout(timeout: float) -> None:
 
 
 def all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = 0
-) -> dict[str, Any]:
+    obj: T, worker_names: Iterable[str] | None = None, timeout: float = 0
+) -> dict[str, T]:
     """Returns the object that each worker passed, by the workers' names; all of them must call it.
 
     Args:

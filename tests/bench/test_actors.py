@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
 
 from tests.bench.test_run import is_running, pids_of
 from zrpc.bench.actors import ActorLibrary, Peer, _Rpc
@@ -20,6 +19,7 @@ from zrpc.bench.mesh import Mesh
 from zrpc.bench.rows import GROUPS, all_rows, select
 from zrpc.bench.sampling import Sampling
 from zrpc.bench.session import Session
+from zrpc.cli import main
 from zrpc.launch import Starter
 
 ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.measured_by("ray")]

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
 from tests.support.warm import warm_commands
 from zrpc.bench import plot
 from zrpc.bench.rows import all_rows
 from zrpc.bench.scale import MEASURES
+from zrpc.cli import main
 
 
 def invoke(*arguments: str) -> Result:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
 
 from zrpc.bench import link
 from zrpc.bench.link import SIZES, WAYS, Speeds, as_text
 from zrpc.bench.namespaces import NamespaceError, two_namespaces
+from zrpc.cli import main
 
 
 @pytest.mark.system

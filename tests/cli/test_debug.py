@@ -12,11 +12,11 @@ from textwrap import dedent
 
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
 
 from tests.support.terminal import DEADLINE, TerminalProgram
 from tests.support.waiting import until
 from tests.support.warm import warm_commands
+from zrpc.cli import main
 
 ZRPC = ["-m", "zrpc.cli"]
 IMPORTS = """

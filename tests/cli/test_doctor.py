@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
 
 import zrpc.membership.endpoints
+from zrpc.cli import main
 from zrpc.membership.secret import new_secret, write_secret
 
 LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}

@@ -6,9 +6,9 @@ import os
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
 from tests.membership.test_cluster_environment import BATCH_SCRIPT, KUBERNETES, SLURM
+from zrpc.cli import main
 
 
 @pytest.fixture(autouse=True)

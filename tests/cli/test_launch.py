@@ -14,10 +14,10 @@ from textwrap import dedent
 import click
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
-from zrpc.cli.launch import command
 
 from tests.support.warm import warm_commands
+from zrpc.cli import main
+from zrpc.cli.launch import command
 
 ZRPC = str(Path(sys.executable).with_name("zrpc"))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
+from zrpc.cli import main
 from zrpc.membership.secret import find_secret
 
 

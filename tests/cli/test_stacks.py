@@ -9,10 +9,10 @@ import time
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
 import zrpc
 from tests.support.waiting_circle import holds_up_its_loop
+from zrpc.cli import main
 from zrpc.testing import Mesh
 
 DEADLINE = 20.0

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
 import zrpc
 from tests.services.debugger.attached import Attached
@@ -20,6 +19,7 @@ from tests.services.inspection import doors
 from tests.support.gates import Gate
 from tests.support.terminal import TerminalProgram
 from tests.support.waiting import SOON, until
+from zrpc.cli import main
 from zrpc.services.inspection.discovery import MeshView, find_meshes
 from zrpc.services.inspection.rates import WorkerRates, mesh_rates
 from zrpc.testing import Mesh

@@ -18,6 +18,7 @@ import zrpc
 from tests.support.waiting import until
 from zrpc import autograd
 from zrpc.agent.current import set_default_agent
+from zrpc.driver.place import MeetingPlace
 from zrpc.testing.procfs import state_of
 
 ray = pytest.importorskip("ray", reason="needs Ray: pip install -e '.[ray]'")
@@ -27,7 +28,6 @@ from zrpc.integrations.ray import (  # noqa: E402
     _await_start,
     _host_store,
     _join_with,
-    _MeetingPlace,
     _place,
     _WorkerActor,
     start_mesh,
@@ -86,17 +86,17 @@ def test_arguments_that_are_not_possible_are_refused(lone: None) -> None:
 
 
 def test_the_secret_does_not_appear_in_what_is_printed() -> None:
-    place = _MeetingPlace("127.0.0.1", 1, 1, "s3cret" * 10, options(), False)
+    place = MeetingPlace("tcp://127.0.0.1:1", 1, "s3cret" * 10, options(), False)
     assert "s3cret" not in repr(place)
 
 
 def test_an_actor_that_cannot_reach_the_driver_is_named_with_its_error(free_port: int) -> None:
     short = zrpc.ZmqRpcBackendOptions(init_timeout=0.5)
-    place = _MeetingPlace("127.0.0.1", free_port, 1, "s3cret" * 10, short, False)
+    place = MeetingPlace(f"tcp://127.0.0.1:{free_port}", 1, "s3cret" * 10, short, False)
     actor = ray.remote(_WorkerActor).remote(place, 0)
     with pytest.raises(zrpc.RendezvousError, match="the actor of worker0 failed to start") as error:
         _await_start([actor], time.monotonic() + SECONDS, SECONDS)
-    assert f"can't reach the store of the driver at 127.0.0.1:{free_port}" in str(error.value)
+    assert f"can't reach the store of the driver at tcp://127.0.0.1:{free_port}" in str(error.value)
 
 
 def test_an_actor_that_cannot_join_is_named_with_its_error(lone: None) -> None:

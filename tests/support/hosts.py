@@ -23,7 +23,9 @@ def mesh_on_hosts(
     """A mesh, and the workers on each of its hosts, the host with the fewest first."""
     numbers = itertools.count()
     monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key()}/{next(numbers) % hosts}")
+    monkeypatch.setattr(
+        "zrpc.bootstrap.host_key", lambda *_: f"{host_key()}/{next(numbers) % hosts}"
+    )
     mesh = make_mesh(workers=workers)
     by_host: defaultdict[str, list[int]] = defaultdict(list)
     for rank, record in mesh.agent(0).membership.records.items():

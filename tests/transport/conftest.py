@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from zrpc.cli import main
 
 from tests.support.programs import Forked
 from tests.transport.numbered import endpoint_of
@@ -22,6 +21,7 @@ from tests.transport.two_hosts import (
     connect_by_veth,
     namespaces,
 )
+from zrpc.cli import main
 from zrpc.membership.secret import new_secret, write_secret
 from zrpc.transport.network import Network
 from zrpc.transport.poller import Poller

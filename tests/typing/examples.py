@@ -6,6 +6,7 @@ in both: the checkers report comments that nothing needs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Generic, TypeVar, assert_type
 
@@ -78,9 +79,20 @@ async def futures_and_streams(future: Future[int], stream: Stream[str]) -> None:
     assert_type(await future, int)
     assert_type(future.value(), int)
     assert_type(future.then(lambda done: str(done.wait())), Future[str])
+    assert_type(future.then(lambda done: done.wait()), Future[int])
+    future.then(length)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    future.add_done_callback(lambda done: assert_type(done, Future[int]))
     assert_type(zrpc.wait_all([future, future], timeout=1), list[int])
     for done in zrpc.as_completed([future]):
+        assert_type(done, Future[int])
         assert_type(done.wait(), int)
+    of_torch: torch.futures.Future[str] = torch.futures.Future()
+    assert_type(list(zrpc.as_completed([of_torch])), list[torch.futures.Future[str]])
+    assert_type(zrpc.collect_all([future, future]), Future[list[Future[int]]])
+    assert_type(zrpc.collect_all([future]).then(lambda done: done.wait()[0].wait()).wait(), int)
+    zrpc.as_completed([1])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
+    zrpc.collect_all(future)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    zrpc.wait_all([future])[0].upper()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     for letter in stream:
         assert_type(letter, str)
     async for letter in stream:
@@ -90,6 +102,28 @@ async def futures_and_streams(future: Future[int], stream: Stream[str]) -> None:
     async with stream as opened:
         assert_type(await anext(opened), str)
     stream.close()
+
+
+def all_workers(worker: zrpc.WorkerInfo) -> None:
+    assert_type(zrpc.all_gather(1, timeout=5), dict[str, int])
+    assert_type(zrpc.all_gather(torch.ones(1), ["worker1"])["worker1"], torch.Tensor)
+    assert_type(zrpc.get_worker_infos(), list[zrpc.WorkerInfo])
+    assert_type(zrpc.barrier(), None)
+    zrpc.all_gather(1)["worker1"].upper()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    zrpc.all_gather(1, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    zrpc.on_worker_lost(lambda lost: assert_type(lost, zrpc.WorkerInfo))
+    with zrpc.session() as me:
+        assert_type(me, zrpc.WorkerInfo)
+
+
+def checked_arguments() -> None:
+    # Those of a partial are checked. Those in `args` are not: see docs/explanation/references.md.
+    assert_type(zrpc.rpc_sync("worker1", functools.partial(length, "a")), int)
+    zrpc.rpc_sync("worker1", functools.partial(length, 1))  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    zrpc.rpc_sync("worker1", length, args=1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    zrpc.rpc_sync("worker1", length, kwargs=["a"])  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    zrpc.rpc_async("worker1", length, timeout="1")  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    zrpc.remote("worker1", Counter, name=1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 @zrpc.actor
@@ -243,7 +277,7 @@ def groups(actions: torch.Tensor) -> None:
     assert_type(future.wait(), list[int])
     assert_type(future.parts, tuple[Future[int], ...])
     for done in zrpc.as_completed(future.parts):
-        assert_type(done.wait(), int)
+        assert_type(done, Future[int])
 
     counters = zrpc.remote(workers, Counter, args=(zrpc.each([1, 2]),))
     assert_type(counters, RRefGroup[Counter])
@@ -298,6 +332,8 @@ def modules() -> None:
 
 def fixtures(mesh: Mesh, make_mesh: MakeMesh) -> None:
     assert_type(mesh.run(0, length, "a"), int)
+    assert_type(mesh.run_all(length, "a"), list[int])
+    mesh.run(0, length, 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     assert_type(make_mesh(3, processes=True), Mesh)
     with zrpc.local_mesh(2) as local:
         assert_type(local, Mesh)

@@ -105,7 +105,7 @@ class AsyncioFuture(Generic[T]):
         """
         return 0
 
-    def _call_soon(self, callback: Callable[[Any], None]) -> None:
+    def _call_soon(self, callback: Callable[[Any], object]) -> None:
         """Calls a function of asyncio's own in the next turn of the loop, as asyncio's futures do.
 
         Raises:

@@ -289,7 +289,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         self._kept = KeptError(errors)
         self._fail(self._kept.failure)
 
-    def then(self, callback: Callable[[Any], S]) -> Future[S]:
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
         """Returns a future of what ``callback(self)`` returns, called once this future is done.
 
         If the callback raises, the new future fails with that error, ``SystemExit`` included; a
@@ -308,7 +308,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         self._add(Callback(callback, self, pending))
         return result.pop()
 
-    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
         """Calls ``callback(self)`` once this future is done; an error in it is logged.
 
         For ``KeyboardInterrupt``, see `then`.

@@ -25,6 +25,8 @@ from zrpc.runtime.thread_pool import pass_gate
 __all__ = ["Arrivals", "as_completed", "collect_all", "wait_all"]
 
 T = TypeVar("T")
+# Futures of one type: those of torch, or zrpc's, which can do more.
+F = TypeVar("F", bound=torch.futures.Future[Any])
 
 
 def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
@@ -68,9 +70,7 @@ def _see(future: Any) -> None:
         future.value()
 
 
-def collect_all(
-    futures: Iterable[torch.futures.Future[T]],
-) -> Future[list[torch.futures.Future[T]]]:
+def collect_all(futures: Iterable[F]) -> Future[list[F]]:
     """Returns a future of the list of these futures, which is done when all of them are.
 
     The first error that one of them gets completes it at once, with that error.
@@ -93,9 +93,7 @@ def collect_all(
     return _Collection(_checked(futures)).result
 
 
-def as_completed(
-    futures: Iterable[torch.futures.Future[T]], timeout: float | None = None
-) -> Iterator[torch.futures.Future[T]]:
+def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
     """Returns an iterator over these futures in the order in which they are done.
 
     Failed futures are among them: ask each for its value.

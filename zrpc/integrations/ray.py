@@ -12,18 +12,18 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 from torch.distributed import Store
 
 from zrpc.agent.agent import Agent
-from zrpc.agent.current import find_agent, set_default_agent
-from zrpc.bootstrap import join_mesh
+from zrpc.agent.current import find_agent
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.errors import RendezvousError, RpcError
 from zrpc.launch.port import ReservedPort
-from zrpc.membership.secret import ClusterSecret, new_secret
+from zrpc.membership.init_method import master
+from zrpc.membership.secret import new_secret
 from zrpc.membership.store import tcp_store
 from zrpc.options import ZmqRpcBackendOptions
 
@@ -36,8 +36,6 @@ except ImportError as error:
     ) from error
 
 __all__ = ["DRIVER", "RayMesh", "start_mesh"]
-
-DRIVER = "driver"
 
 # Keys of the store: how often the actor of each rank has been started.
 _STARTS = "zrpc-ray/starts/"
@@ -137,52 +135,20 @@ def start_mesh(
         yield from _serve(agent, RayMesh(actors, group), shutdown_timeout)
 
 
-@dataclass(frozen=True)
-class _MeetingPlace:
-    """What a worker needs to join; Ray sends it to the actors."""
-
-    host: str
-    port: int
-    num_workers: int
-    secret: str
-    options: ZmqRpcBackendOptions
-    restarts: bool  # whether actors may be started again
-
-    def __repr__(self) -> str:
-        return f"<the store of a mesh at {self.host}:{self.port}>"  # without the secret
-
-    def join(self, name: str, rank: int, store: Store, restarts: int) -> Agent:
-        """Joins the mesh, as the process's default agent."""
-        store.set_timeout(timedelta(seconds=self.options.init_timeout))
-        agent = join_mesh(
-            name,
-            rank=rank,
-            world_size=self.num_workers + 1,
-            store=store,
-            options=self.options,
-            init_method=f"tcp://{self.host}:{self.port}",
-            secret=ClusterSecret(self.secret),
-            restarts=restarts if self.restarts else None,
-        )
-        set_default_agent(agent)
-        return agent
-
-
 class _WorkerActor:
     """A Ray actor that is one worker. Ray calls its methods in one thread, one at a time."""
 
-    def __init__(self, place: _MeetingPlace, rank: int) -> None:
+    def __init__(self, place: MeetingPlace, rank: int) -> None:
         self._place = place
         self._rank = rank
         self._serving: threading.Thread | None = None
         timeout = place.options.init_timeout
         try:
-            self._store = tcp_store(
-                place.host, place.port, False, time.monotonic() + timeout, timeout
-            )
+            host, port = master(place.init_method)
+            self._store = tcp_store(host, port, False, time.monotonic() + timeout, timeout)
         except RendezvousError as error:
             raise RendezvousError(
-                f"worker{rank} can't reach the store of the driver at {place.host}:{place.port}, "
+                f"worker{rank} can't reach the store of the driver at {place.init_method}, "
                 f"or the driver has ended: {error}"
             ) from error
         self._restarts = self._store.add(f"{_STARTS}{rank}", 1) - 1
@@ -196,7 +162,7 @@ class _WorkerActor:
         """Joins the mesh, unless this worker has joined it already; then serves until it ends."""
         if self._serving is None:
             name = f"worker{self._rank}"
-            agent = self._place.join(name, self._rank, self._store, self._restarts)
+            agent = self._place.join(name, self._rank, self._restarts, self._store)
             # A worker that waits in its shutdown serves until all others, and so the driver, want
             # to leave. Not in Ray's thread: an actor that starts again must return from here.
             self._serving = threading.Thread(target=agent.shutdown, name="zrpc-ray", daemon=True)
@@ -254,13 +220,14 @@ def _actor_arguments(resources: Mapping[str, float]) -> dict[str, Any]:
 
 def _host_store(
     num_workers: int, options: ZmqRpcBackendOptions, restarts: bool
-) -> tuple[_MeetingPlace, Store]:
+) -> tuple[MeetingPlace, Store]:
     """Hosts the store in which the workers meet, at this node's address in the Ray cluster."""
     host = ray.util.get_node_ip_address()
     timeout = options.init_timeout
     with ReservedPort() as port:
         store = tcp_store(host, port.number, True, time.monotonic() + timeout, timeout)
-        place = _MeetingPlace(host, port.number, num_workers, new_secret(), options, restarts)
+        url = f"tcp://{host}:{port.number}"
+        place = MeetingPlace(url, num_workers, new_secret(), options, restarts)
     return place, store
 
 
@@ -292,11 +259,11 @@ def _raise_failure(ref: Any, what: str) -> None:
         raise RendezvousError(f"{what}: {error}") from error
 
 
-def _join_with(actors: Sequence[Any], place: _MeetingPlace, store: Store) -> Agent:
+def _join_with(actors: Sequence[Any], place: MeetingPlace, store: Store) -> Agent:
     """Joins with all actors at once; returns the driver's agent."""
     joins = [actor.join.remote() for actor in actors]
     try:
-        return place.join(DRIVER, place.num_workers, store, 0)
+        return place.join_as_driver(store)
     except RpcError as error:
         ended, _ = ray.wait(joins, num_returns=len(joins), timeout=1.0)
         for ref in ended:

@@ -21,6 +21,7 @@ class Console:
         stdout: Descriptor for what workers write to standard output.
         stderr: Descriptor for what they write to standard error, and for notices.
         on_closed: Called once, from any thread, when the reader of either has gone away.
+        labels: What each rank's lines begin with; none for the ranks themselves.
 
     Attributes:
         trouble: Why nothing more can be written to one of them, for the user; or empty.
@@ -28,21 +29,27 @@ class Console:
     """
 
     def __init__(
-        self, stdout: int = 1, stderr: int = 2, on_closed: Callable[[], None] = lambda: None
+        self,
+        stdout: int = 1,
+        stderr: int = 2,
+        on_closed: Callable[[], None] = lambda: None,
+        labels: Sequence[str] = (),
     ) -> None:
         self.trouble = ""
         self.blocked = False
         self._fds = (stdout, stderr)
         self._colours = tuple(_wants_colour(fd) for fd in self._fds)
         self._on_closed = on_closed
+        self._labels = labels
         self._lock = threading.Lock()  # held over each write, so that lines stay whole
         self._closed_fds: set[int] = set()
 
     def show(self, rank: int, lines: Sequence[bytes], *, error: bool) -> None:
         """Writes a worker's lines, without line ends, from its standard output or error."""
-        prefix = f"[{rank}] ".encode()
+        label = f"[{self._labels[rank] if self._labels else rank}]".encode()
+        prefix = label + b" "
         if self._colours[error]:
-            prefix = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m[{rank}]".encode() + _RESET + b" "
+            prefix = b"\x1b[%dm%b%b " % (_COLOURS[rank % len(_COLOURS)], label, _RESET)
             # A colour that a worker leaves switched on must not affect other workers' lines.
             lines = [line + _RESET if b"\x1b[" in line else line for line in lines]
         self._write(error, b"".join(prefix + line + b"\n" for line in lines))

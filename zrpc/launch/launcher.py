@@ -29,12 +29,18 @@ from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
 from zrpc.launch.task import Task
 from zrpc.launch.terminal import Terminal, is_in_foreground, is_usable
 from zrpc.launch.terminal_input import Keyboard, open_keyboard
-from zrpc.launch.worker import SECRET, SECRET_FILE, EnvironmentTemplate, Worker, base_environment
+from zrpc.launch.worker import (
+    SECRET,
+    SECRET_FILE,
+    STOP_NOTE,
+    EnvironmentTemplate,
+    Worker,
+    base_environment,
+)
 
 _TIMED_OUT_CODE = 124  # the same as coreutils' timeout
 _OUTPUT_CLOSED_CODE = 128 + 13  # the same as a program killed by SIGPIPE
 _ECHO_SECONDS = 0.3  # within this time a second signal is the first one, repeated by a parent
-_STOP_NOTE = "launch-stops"  # read by zrpc.membership.launched
 _MAX_SELECT_SECONDS = 86400.0  # the system has a limit of some weeks
 _DRAIN_SECONDS = 2.0  # for a process that outlived all workers and writes all the time
 _WAITING = "zrpc launch: a worker reads the terminal; it waits until you continue this by fg"
@@ -398,7 +404,7 @@ class _Run:
         """Notes the stop for workers that handle the signals, and wait to meet others in vain."""
         if self._runtime_dir is not None:
             with contextlib.suppress(OSError):  # a full disk must not keep them from being stopped
-                Path(self._runtime_dir, _STOP_NOTE).write_text(self._stop_reason)
+                Path(self._runtime_dir, STOP_NOTE).write_text(self._stop_reason)
 
     def report(self) -> None:
         """Shows the error output of the worker that failed first, below everything else."""

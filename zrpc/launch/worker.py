@@ -6,8 +6,10 @@ import json
 import os
 import secrets
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from zrpc.launch.roles import Member
 
 RESERVED = (
     "RANK",
@@ -17,6 +19,7 @@ RESERVED = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "ZRPC_WORKER_NAME",
+    "ZRPC_ROLE",
     "ZRPC_RUNTIME_DIR",
     "ZRPC_MAX_RESTARTS",
     "ZRPC_STORE_DIR",
@@ -24,6 +27,7 @@ RESERVED = (
 )
 # Says which variables were set for this worker, as JSON; see zrpc.membership.launched.
 LAUNCHED = "ZRPC_LAUNCHED"
+STOP_NOTE = "launch-stops"  # a file in the private directory, read by zrpc.membership.launched
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 # Workers of two meshes would write the same files, and listen on the same ports.
 _OF_ONE_MESH = ("ZRPC_TRACE", "ZRPC_METRICS_PORT")
@@ -48,8 +52,8 @@ class Worker:
         code = self.returncode or 0
         return code if code >= 0 else 128 - code
 
-    def describe_end(self) -> str:
-        """Describes how it ended."""
+    def describe_end(self, sender: str = "this launcher") -> str:
+        """Describes how it ended; ``sender`` is what would stop it."""
         code = self.returncode or 0
         if code >= 0:
             return f"exit code {code}"
@@ -58,7 +62,7 @@ class Worker:
         except ValueError:
             name = f"signal {-code}"
         if name == "SIGKILL":
-            return "SIGKILL, not sent by this launcher (out of memory?)"
+            return f"SIGKILL, not sent by {sender} (out of memory?)"
         return name
 
 
@@ -119,13 +123,14 @@ class EnvironmentTemplate:
     """Makes the environments of all workers of one launch. See `Job` for what isn't told here."""
 
     nprocs: int
-    prefix: str  # of their names
+    prefix: str  # of their names, unless they have roles
     host: str  # where they meet, at this port
     port: int
     runtime_dir: str | None  # for their sockets; None for the system's temporary directory
     first_rank: int = 0
     elastic: bool = False
     max_restarts: int = 0
+    roles: Sequence[Member] = ()
 
     def for_worker(self, base: Mapping[str, str], rank: int, restarts: int) -> dict[str, str]:
         """Returns the environment of one worker: `base` and the variables of this launch."""
@@ -138,6 +143,9 @@ class EnvironmentTemplate:
             "MASTER_PORT": str(self.port),
             "ZRPC_WORKER_NAME": f"{self.prefix}{rank}",
         }
+        if self.roles:
+            member = self.roles[rank]
+            env |= {"ZRPC_WORKER_NAME": member.name, "ZRPC_ROLE": member.role}
         if self.runtime_dir is not None:
             env["ZRPC_RUNTIME_DIR"] = self.runtime_dir
         if self.elastic:

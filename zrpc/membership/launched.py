@@ -8,14 +8,15 @@ as it was set counts only for the rank and the mesh that it was made for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zrpc.errors import RendezvousError
 
-__all__ = ["LAUNCHED", "Launched", "launched", "stop_error"]
+__all__ = ["LAUNCHED", "Launched", "launched", "launching", "stop_error"]
 
 # Holds all variables that the launcher has set for a worker, as JSON.
 LAUNCHED = "ZRPC_LAUNCHED"
@@ -23,7 +24,9 @@ LAUNCHED = "ZRPC_LAUNCHED"
 _TORCHRUNS = "TORCHELASTIC_RUN_ID"
 _LOOPBACK = ("localhost", "127.0.0.1")
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
-_STOP_NOTE = "launch-stops"  # written there by zrpc.launch.launcher
+_STOP_NOTE = "launch-stops"  # written there by zrpc.launch
+# While this process itself has launched workers and waits to meet them.
+_own_directory = ""
 
 
 @dataclass(frozen=True)
@@ -79,13 +82,24 @@ def launched(variables: Mapping[str, str] = os.environ) -> Launched:
     return Launched(variables, made)
 
 
+@contextlib.contextmanager
+def launching(directory: str) -> Iterator[None]:
+    """Lets `stop_error` find notes in a directory for a ``with`` statement in this process."""
+    global _own_directory
+    _own_directory = directory
+    try:
+        yield
+    finally:
+        _own_directory = ""
+
+
 def stop_error() -> RendezvousError | None:
     """Returns why the launcher stops all workers; None if none does.
 
     For workers that still wait to meet the others: one that handles SIGTERM would otherwise wait
     for workers that have exited.
     """
-    directory = os.environ.get(_RUNTIME_DIRECTORY)
+    directory = _own_directory or os.environ.get(_RUNTIME_DIRECTORY)
     if not directory:
         return None
     try:

@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zrpc.testing.device import FakeDevice, Operation, fake_device
     from zrpc.testing.failure import WorkerExited, WorkerFailed, WorkerTraceback
     from zrpc.testing.leaks import LeakError, no_leaks
     from zrpc.testing.mesh import Mesh
@@ -21,18 +22,22 @@ if TYPE_CHECKING:
     from zrpc.testing.watchdog import MeshTimeout
 
 __all__ = [
+    "FakeDevice",
     "LeakError",
     "Mesh",
     "MeshSpec",
     "MeshTimeout",
+    "Operation",
     "WorkerExited",
     "WorkerFailed",
     "WorkerTraceback",
+    "fake_device",
     "local_mesh",
     "no_leaks",
 ]
 
 _NAMES = {
+    "device": ("FakeDevice", "Operation", "fake_device"),
     "failure": ("WorkerExited", "WorkerFailed", "WorkerTraceback"),
     "leaks": ("LeakError", "no_leaks"),
     "mesh": ("Mesh",),

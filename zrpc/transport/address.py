@@ -99,13 +99,13 @@ def _problem(parent: Path) -> str:
     return "" if os.access(parent, os.W_OK | os.X_OK) else "it can't be written to"
 
 
-def host_key() -> str:
+def host_key(parent: Path | None = None) -> str:
     """Returns a string that is equal for workers that can use each other's Unix sockets.
 
     It names the running system (its boot id) and the directory that holds the sockets, by device
     and inode. So containers that each have a /tmp of their own have different keys.
     """
-    status = _parent().stat()
+    status = (parent or _parent()).stat()
     return f"{_boot_id()}/{status.st_dev}/{status.st_ino}"
 
 
@@ -135,13 +135,14 @@ class PrivateDirectory:
     Args:
         prefix: the beginning of its name. Directories with this prefix whose workers were killed
             are removed first.
+        parent: the directory that it is made in. Default: see `_parent`.
     """
 
     # All of this process, for _after_fork.
     _open: ClassVar[weakref.WeakSet[PrivateDirectory]] = weakref.WeakSet()
 
-    def __init__(self, prefix: str = _PREFIX) -> None:
-        parent = _parent()
+    def __init__(self, prefix: str = _PREFIX, parent: Path | None = None) -> None:
+        parent = parent or _parent()
         _check_parent(parent)
         if _problem(parent):
             raise _no_place({place: _problem(place) for place in _places()})

@@ -6,6 +6,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
@@ -51,6 +52,7 @@ class Network:
         own_id: this worker's own number as a peer, for messages to itself.
         peers: the number of workers.
         ipc: whether to listen on a Unix socket.
+        parent: as for `PrivateDirectory`.
 
     Attributes:
         directory: this worker's private directory.
@@ -62,11 +64,13 @@ class Network:
     `send` may be called from any thread, `receive` from one at a time.
     """
 
-    def __init__(self, identity: bytes, own_id: int, peers: int, ipc: bool) -> None:
+    def __init__(
+        self, identity: bytes, own_id: int, peers: int, ipc: bool, parent: Path | None = None
+    ) -> None:
         self._identity = identity
         self._own_id = own_id
         # First, since this may be refused, and nothing has to be closed yet.
-        self.directory = PrivateDirectory()
+        self.directory = PrivateDirectory(parent=parent)
         # Guards the opening and closing of mailboxes.
         self._lock = UninterruptedLock()
         self._sent_before: Counter[tuple[int, str]] = Counter()  # by mailboxes that are closed

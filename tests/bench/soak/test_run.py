@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from zrpc.cli import main
 
 from zrpc.bench.soak import episode as episode_module
 from zrpc.bench.soak import run as run_module
@@ -16,6 +15,7 @@ from zrpc.bench.soak import schedule as schedule_module
 from zrpc.bench.soak.episode import run_episode
 from zrpc.bench.soak.report import Report
 from zrpc.bench.soak.schedule import Death, Episode, schedule_episode
+from zrpc.cli import main
 
 DEATHS = (Death(1, 0.1), Death(2, 0.1))
 SHORT = Episode("7.0", "frames", {"shared_memory": 0}, True, 1, 0.2, 1, DEATHS, (None,))

@@ -67,6 +67,7 @@ def test_numbers_have_the_actors_by_class(caller: Mesh, busy: Any) -> None:
 
 def test_top_shows_a_table_of_actors(caller: Mesh, busy: Any) -> None:
     from rich.console import Console
+
     from zrpc.cli.top_tables import worker_screen
 
     snapshot = take_snapshot(caller.agent(1), 0)

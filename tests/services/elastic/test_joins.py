@@ -132,12 +132,14 @@ def test_workers_without_a_shared_directory_use_the_named_interface(
 ) -> None:
     monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
     first = elastic.join("first", 0)
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: "another/directory")
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda *_: "another/directory")
     monkeypatch.setattr("zrpc.bootstrap.network_key", lambda: "another/network")
     with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
         elastic.join("far", 1)  # on another host, by its key
     monkeypatch.setattr("zrpc.bootstrap.network_key", network_key)
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key().split('/')[0]}/elsewhere")
+    monkeypatch.setattr(
+        "zrpc.bootstrap.host_key", lambda *_: f"{host_key().split('/')[0]}/elsewhere"
+    )
     second = elastic.join("near", 1)
     assert not first.membership.shares_host(second.membership.own_id)
     assert (call(first, "near"), call(second, "first")) == (2, 2)
@@ -279,7 +281,7 @@ def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
 def port(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> str:
     """A port; all workers use tcp, and none sees another's directory: each is in a container."""
     numbers = itertools.count()
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: f"{host_key()}/{next(numbers)}")
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda *_: f"{host_key()}/{next(numbers)}")
     elastic.options |= {"transport": "tcp", "heartbeat_timeout": 2.0}
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])

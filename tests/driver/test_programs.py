@@ -1,0 +1,100 @@
+"""Programs that start a mesh: however they are run, and however they end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import until
+from zrpc.testing.procfs import state_of
+
+SECONDS = 120.0
+_PROGRAM = """\
+print("begins")
+import os, zrpc
+factor = 3
+def times(n):
+    return factor * n
+class Box:
+    def __init__(self, value):
+        self.value = value
+mesh = zrpc.start_mesh(2)
+print(zrpc.rpc_sync("worker1", times, args=(7,)))
+print(type(zrpc.rpc_sync(0, Box, args=(1,))) is Box)
+_ = zrpc.rpc_async("worker0", print, args=("last words",))
+"""
+_EXPECTED = ["begins", "21", "True", "[worker0] last words"]
+
+
+@pytest.fixture
+def runtime() -> Iterator[Path]:
+    """Where meshes keep their files; at the end of the test nothing may be left there."""
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-") as directory:
+        yield Path(directory)
+        until(lambda: os.listdir(directory) == [], lambda: str(os.listdir(directory)))
+
+
+def start(*command: str, runtime: Path, stdin: int = subprocess.PIPE) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, "ZRPC_RUNTIME_DIR": str(runtime), "PYTHONSTARTUP": ""},
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("way", ["file", "code", "stdin", "interactive"])
+def test_a_program_needs_no_main_guard(way: str, runtime: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_PROGRAM)
+    commands = {
+        "file": [str(script)],
+        "code": ["-c", _PROGRAM],
+        "stdin": ["-"],
+        "interactive": ["-i", "-q", str(script)],
+    }
+    process = start(*commands[way], runtime=runtime)
+    out, err = process.communicate(_PROGRAM if way == "stdin" else "", SECONDS)
+    assert process.returncode == 0, err
+    assert sorted(out.splitlines()) == sorted(_EXPECTED)
+    assert err.strip() in ("", ">>>")
+
+
+_LEFT_BY_FORCE = """\
+import os, re, subprocess, sys, time, zrpc
+mesh = zrpc.start_mesh(2)
+def child():
+    return subprocess.Popen(["sleep", "1000"], start_new_session=True).pid
+def hold_the_lock():
+    re.match("(a?){40}b", "a" * 40)
+pids = [*mesh.pids.values(), zrpc.rpc_sync("worker0", child)]
+_ = zrpc.rpc_async("worker1", hold_the_lock, timeout=0)
+print(*pids, flush=True)
+sys.stdin.readline()
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("way", ["SIGKILL", "SIGHUP", "os._exit"])
+def test_nothing_outlives_the_driver(way: str, runtime: Path) -> None:
+    process = start("-c", _LEFT_BY_FORCE, runtime=runtime)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert len(pids) == 3
+    if way == "os._exit":
+        process.stdin.write("\n")
+        process.stdin.flush()
+    else:
+        process.send_signal(getattr(signal, way))
+    process.communicate(timeout=SECONDS)
+    until(lambda: all(state_of(pid) == "" for pid in pids))

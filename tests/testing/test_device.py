@@ -1,0 +1,183 @@
+"""The fake device: a device of torch, made in Python, to test device maps without one."""
+
+from __future__ import annotations
+
+import copy
+import io
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from zrpc.testing import FakeDevice, Operation, fake_device
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return fake_device()
+
+
+def names(operations: list[Operation]) -> list[str]:
+    return [each.name for each in operations]
+
+
+def test_there_is_one_in_a_process(device: FakeDevice) -> None:
+    assert fake_device() is device
+    assert torch.get_device_module("fake").device_count() == 2
+    assert torch.accelerator.current_accelerator() == torch.device("fake")
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.usefixtures("device")
+def test_a_tensor_is_the_same_there_and_back(index: int) -> None:
+    tensor = torch.arange(6).reshape(2, 3)
+    there = tensor.to(f"fake:{index}")
+    assert type(there) is torch.Tensor
+    assert there.device == torch.device("fake", index)
+    assert torch.equal(there.cpu(), tensor)
+
+
+@pytest.mark.usefixtures("device")
+def test_views_share_memory_with_their_base() -> None:
+    base = torch.zeros(2, 3, device="fake:1")
+    view = base.t()[1:]
+    assert view.stride() == (1, 3)
+    assert view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    view.add_(1)
+    assert base.tolist() == [[0, 1, 1], [0, 1, 1]]
+    assert base.to(torch.complex64).mul(1j).conj().cpu().imag.tolist() == [[0, -1, -1]] * 2
+
+
+@pytest.mark.usefixtures("device")
+def test_two_devices_do_not_mix() -> None:
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(2, device="fake:0") + torch.ones(2, device="fake:1")
+
+
+@pytest.mark.usefixtures("device")
+def test_a_model_learns_there_as_on_the_cpu() -> None:
+    here = torch.nn.Linear(3, 2)
+    there = copy.deepcopy(here).to("fake")
+    assert type(there.weight) is torch.nn.Parameter
+    for model, device in (here, "cpu"), (there, "fake"):
+        optimizer = torch.optim.Adam(model.parameters())
+        loss = torch.nn.functional.mse_loss(
+            model(torch.ones(4, 3, device=device)), torch.ones(()).to(device).expand(4, 2)
+        )
+        loss.backward()
+        optimizer.step()
+    assert there.weight.grad is not None
+    assert there.weight.grad.device == torch.device("fake:0")
+    assert torch.equal(there.weight.cpu(), here.weight)
+
+
+@pytest.mark.usefixtures("device")
+def test_checkpoints_and_autocast_work_there_and_beside_it() -> None:
+    for device in "cpu", "fake":
+        leaf = torch.ones(2, device=device, requires_grad=True)
+        with torch.autocast(device):
+            checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
+        assert leaf.grad is not None
+        assert torch.allclose(leaf.grad.cpu(), torch.ones(2).cos())
+
+
+@pytest.mark.usefixtures("device")
+def test_tensors_are_copied_saved_and_loaded() -> None:
+    tensor = torch.ones(3, device="fake:1")
+    assert copy.deepcopy(tensor).device == tensor.device
+    file = io.BytesIO()
+    torch.save(tensor, file)
+    file.seek(0)
+    assert torch.load(file).device == tensor.device
+    file.seek(0)
+    assert torch.equal(torch.load(file, map_location="cpu"), torch.ones(3))
+
+
+@pytest.mark.usefixtures("device")
+def test_a_result_may_have_another_size_than_the_tensor_it_is_written_to() -> None:
+    result = torch.empty(0, device="fake:1")
+    torch.add(torch.ones(3, device="fake:1"), 1, out=result)
+    assert result.tolist() == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_sparse_tensor_can_be_on_the_first_device() -> None:
+    sparse = torch.eye(2).to_sparse().to("fake:0")
+    assert sparse._values().device == torch.device("fake:0")
+    assert torch.equal(sparse.cpu().to_dense(), torch.eye(2))
+
+
+def test_operators_are_recorded_with_their_threads_and_bytes(device: FakeDevice) -> None:
+    with device.record() as operations:
+        tensor = torch.ones(3).to("fake:1")
+        thread = threading.Thread(target=lambda: (tensor + 1).cpu())
+        thread.start()
+        thread.join()
+    assert names(operations) == ["allocate", "from_cpu", "allocate", "aten::add.out", "to_cpu"]
+    assert {each.device for each in operations} == {torch.device("fake:1")}
+    assert [each.nbytes for each in operations] == [12, 12, 12, 0, 12]
+    assert {each.thread for each in operations[:2]} == {threading.get_ident()}
+    assert {each.thread for each in operations[2:]} == {thread.ident}
+    tensor.cpu()
+    assert len(operations) == 5
+
+
+def test_streams_are_recorded(device: FakeDevice) -> None:
+    module = torch.get_device_module("fake")
+    stream = module.Stream(device="fake:1")
+    tensor = torch.ones(3)
+    with device.record() as operations:
+        with module.stream(stream):
+            assert module.current_device() == 1
+            assert module.current_stream() == stream
+            tensor = tensor.to("fake:1")
+        tensor.record_stream(module.current_stream("fake:1"))
+        module.synchronize(1)
+    assert [(each.name, each.stream) for each in operations] == [
+        ("allocate", stream.stream_id),
+        ("from_cpu", stream.stream_id),
+        ("aten::record_stream", 0),
+        ("synchronize", 0),
+    ]
+
+
+@pytest.mark.usefixtures("device")
+def test_each_thread_has_its_own_device() -> None:
+    module = torch.get_device_module("fake")
+    found = []
+    with module.device("fake:1"):
+        assert torch.ones(1, device="fake").device == torch.device("fake:1")
+        thread = threading.Thread(target=lambda: found.append(module.current_device()))
+        thread.start()
+        thread.join()
+    assert (found, module.current_device()) == ([0], 0)
+
+
+def test_large_allocations_can_be_refused(device: FakeDevice) -> None:
+    with device.out_of_memory(above=8):
+        assert torch.ones(2, device="fake:1").tolist() == [1, 1]
+        with pytest.raises(torch.OutOfMemoryError, match=r"fake:1 out of memory: .* 12 bytes"):
+            torch.ones(3).to("fake:1")
+    assert torch.ones(3).to("fake:1").tolist() == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("device")
+def test_a_device_that_does_not_exist_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="expected fake:0 to fake:1, found fake:2"):
+        torch.ones(1).to("fake:2")
+
+
+@pytest.mark.system
+def test_its_memory_can_not_be_read_as_the_cpus() -> None:
+    program = (
+        "import ctypes, torch\n"
+        "from zrpc.testing import fake_device\n"
+        "fake_device()\n"
+        "ctypes.string_at(torch.ones(2, device='fake').data_ptr(), 8)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], timeout=60)
+    assert done.returncode == -signal.SIGSEGV

@@ -1,0 +1,199 @@
+"""`start_mesh`: a program or a notebook starts a mesh on its own host, and is its driver."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import find_agent
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.driver.place import DRIVER
+from zrpc.driver.processes import WorkerProcesses, check_interpreter
+from zrpc.errors import RpcError
+from zrpc.launch.roles import Roles
+from zrpc.membership.launched import launching
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.runtime.forks import free_in_child
+
+__all__ = ["DriverMesh", "start_mesh"]
+
+# Held by start_mesh: one mesh at a time.
+_start_lock = free_in_child(threading.Lock())
+# Keeps the mesh that this process has started: without a variable it would otherwise end at once.
+_latest: DriverMesh | None = None
+
+
+def start_mesh(
+    workers: int | Mapping[str, int],
+    *,
+    env: Mapping[str, str] | None = None,
+    max_restarts: int = 0,
+    rpc_backend_options: ZmqRpcBackendOptions | None = None,
+) -> DriverMesh:
+    """Starts workers on this host, and joins their mesh as ``driver``; returns when all can call.
+
+    This program needs no launcher and no ``if __name__ == "__main__":``. It may be a script, also
+    one from standard input, an interactive session, or a notebook. The workers run no script: they
+    serve calls of this process and of each other. Functions and classes of the script, or of cells,
+    go to them by value. They get the environment, the folder and ``sys.path`` that this process has
+    now, and ``RANK``, ``WORLD_SIZE`` and ``MASTER_PORT`` for a process group of the workers.
+
+    The mesh has no deadline. It ends by `DriverMesh.close`, or at the end of a ``with`` statement.
+    When this process ends, in any way, all workers end with it, and all that they have started.
+
+    Args:
+        workers: how many; they are ``worker0``, ``worker1`` … Or the number for each role:
+            ``{"learner": 1, "rollout": 4}`` starts ``learner0`` and ``rollout0`` to ``rollout3``,
+            with ranks in this order. A worker finds its role in ``ZRPC_ROLE``. This process is
+            ``driver``, with the last rank.
+        env: variables for the workers, in addition to this process's.
+        max_restarts: how often each worker is started again if its process exits. It joins under
+            the same name and rank, as the next incarnation.
+        rpc_backend_options: for the workers and the driver. ``init_method`` is ignored.
+
+    Raises:
+        RpcError: this process is a worker or a driver already, or is frozen.
+        RendezvousError: a worker exits while it starts, or they don't meet within ``init_timeout``
+            seconds.
+        LaunchError: processes can't be started.
+        ValueError: a number or a role is not possible.
+        TypeError: ``workers`` is neither a number nor a mapping.
+
+    May be called from any thread.
+
+    Example:
+        >>> import zrpc
+        >>> with zrpc.start_mesh({"learner": 1, "rollout": 2}) as mesh:  # doctest: +SKIP
+        ...     print(mesh.names, zrpc.rpc_sync(zrpc.group("rollout*"), max, args=(1, 2)))
+        ('learner0', 'rollout0', 'rollout1') [2, 2]
+    """
+    global _latest
+    roles = _roles(workers)
+    if isinstance(max_restarts, bool) or max_restarts < 0:
+        raise ValueError(f"expected 0 or more restarts, but got {max_restarts}")
+    options = rpc_backend_options or ZmqRpcBackendOptions()
+    with _start_lock:
+        _check_free()
+        check_interpreter()
+        processes = WorkerProcesses(roles, env or {}, max_restarts)
+        try:
+            place = processes.start(options)
+            with launching(processes.directory):
+                agent = place.join_as_driver()
+        except BaseException:
+            processes.stop(hurried=True)
+            raise
+        _latest = DriverMesh(roles, processes, agent)
+        return _latest
+
+
+def _roles(workers: int | Mapping[str, int]) -> Roles:
+    counts = workers if isinstance(workers, Mapping) else {"worker": workers}
+    for count in (*counts.values(),):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(
+                "expected a number of workers, or a mapping from roles to numbers, but got "
+                f"{workers!r}"
+            )
+    if DRIVER in counts:
+        raise ValueError(f"expected other roles than {DRIVER!r}: this process has that name")
+    if not counts:
+        raise ValueError("expected 1 worker or more, but got no role")
+    return Roles.of(counts)
+
+
+def _check_free() -> None:
+    """Raises an RpcError if this process is in a mesh; releases one that it has left."""
+    if find_agent() is not None:
+        how = "zrpc.shutdown()"
+        if _latest is not None and not _latest.closed:
+            how = f"mesh.close(), where mesh is what start_mesh has returned: {_latest}"
+        raise RpcError(f"this process is in a mesh already; leave it first by {how}")
+    if _latest is not None:
+        _latest.close()
+
+
+class DriverMesh:
+    """A mesh that `start_mesh` has started. Any thread may call its methods.
+
+    It is a context manager: at the end of a ``with`` statement it is closed, gracefully unless an
+    exception ends the statement. A mesh that nothing refers to any more goes on.
+
+    Attributes:
+        names: the names of the workers, by rank; the driver is not among them.
+    """
+
+    def __init__(self, roles: Roles, processes: WorkerProcesses, agent: Agent) -> None:
+        self.names = tuple(member.name for member in roles)
+        self._processes = processes
+        self._agent = agent
+        self._pid = os.getpid()
+        self._closed = False
+        # Held while it is closed: another thread that closes it waits for that. A signal handler
+        # may close it meanwhile in the same thread.
+        self._lock = threading.RLock()
+        processes.begin_reports()
+        atexit.register(self._close_at_exit)
+
+    @property
+    def closed(self) -> bool:
+        """Whether it was closed, or this process was forked from the driver."""
+        return self._closed or os.getpid() != self._pid
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process ids of the workers that run, by their names."""
+        return self._processes.pids
+
+    def close(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+        """Ends the mesh: all leave it, and the workers exit. Later calls do nothing.
+
+        Args:
+            graceful: whether to wait until nothing is in progress, as `zrpc.shutdown` does. If
+                false, handlers that run have a second until their worker is killed.
+            timeout: the limit of that wait in seconds; 0 means no limit. Workers that have died
+                are not waited for. Ctrl-C ends it too.
+
+        Raises:
+            RpcTimeoutError: something was still in progress. The workers are stopped nevertheless.
+        """
+        if self.closed:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            hurried = True
+            try:
+                self._processes.end_reports()
+                self._agent.shutdown(graceful, timeout)
+                hurried = not graceful
+            finally:
+                self._processes.stop(hurried)
+                self._closed = True
+                atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            self.close(graceful=getattr(sys, "last_type", None) is None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(graceful=error is None)
+
+    def __repr__(self) -> str:
+        state = "closed mesh" if self.closed else "mesh"
+        return f"<{state} of {len(self.names)} workers and a driver: {', '.join(self.names)}>"

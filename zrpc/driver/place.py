@@ -1,0 +1,77 @@
+"""The place where a driver and the workers that it has started meet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import Store
+
+from zrpc.agent.agent import Agent
+from zrpc.agent.current import set_default_agent
+from zrpc.bootstrap import join_mesh
+from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.store import connect_store
+from zrpc.options import ZmqRpcBackendOptions
+
+__all__ = ["DRIVER", "MeetingPlace"]
+
+DRIVER = "driver"
+
+
+@dataclass(frozen=True)
+class MeetingPlace:
+    """What a member needs to join; it can be pickled for the workers.
+
+    Attributes:
+        init_method: the URL of the store in which all meet.
+        num_workers: how many there are besides the driver, which has the last rank.
+        secret: the mesh's own.
+        options: for all members; their ``init_method`` doesn't count.
+        restarts: whether workers may be started again.
+        sockets: the directory for Unix sockets, if the driver has made one.
+    """
+
+    init_method: str
+    num_workers: int
+    secret: str
+    options: ZmqRpcBackendOptions
+    restarts: bool
+    sockets: Path | None = None
+
+    def __repr__(self) -> str:
+        return f"<the store of a mesh at {self.init_method}>"  # without the secret
+
+    def join(self, name: str, rank: int, restarts: int = 0, store: Store | None = None) -> Agent:
+        """Joins the mesh, as the process's default agent.
+
+        Args:
+            name: this member's name.
+            rank: this member's rank.
+            restarts: how often it was started again.
+            store: the store, if it is open already.
+
+        Raises:
+            RendezvousError: the members do not meet in time.
+        """
+        timeout, size = self.options.init_timeout, self.num_workers + 1
+        store = store or connect_store(self.init_method, rank, size, timeout)
+        store.set_timeout(timedelta(seconds=timeout))
+        agent = join_mesh(
+            name,
+            rank=rank,
+            world_size=size,
+            store=store,
+            options=self.options,
+            init_method=self.init_method,
+            secret=ClusterSecret(self.secret),
+            restarts=restarts if self.restarts else None,
+            sockets=self.sockets,
+        )
+        set_default_agent(agent)
+        return agent
+
+    def join_as_driver(self, store: Store | None = None) -> Agent:
+        """Joins the mesh as its driver; see `join`."""
+        return self.join(DRIVER, self.num_workers, store=store)

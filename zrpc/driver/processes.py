@@ -1,0 +1,186 @@
+"""The processes of a driver's workers: started, watched and stopped by the driver's own process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+from zrpc.driver.console import StreamConsole
+from zrpc.driver.place import MeetingPlace
+from zrpc.errors import RpcError
+from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.output import Output
+from zrpc.launch.port import ReservedPort
+from zrpc.launch.roles import Roles
+from zrpc.launch.starter import start_method
+from zrpc.launch.worker import STOP_NOTE, EnvironmentTemplate, Worker, base_environment
+from zrpc.membership.secret import new_secret
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.wire.pickling import dumps
+
+__all__ = ["WorkerProcesses"]
+
+# For workers that have left the mesh to exit, and for what they have printed to be shown.
+_EXIT_SECONDS = 5.0
+_HURRIED_EXIT_SECONDS = 1.0
+_DRAIN_SECONDS = 2.0
+# For killed workers to be dead.
+_KILL_SECONDS = 5.0
+_LONG_SECONDS = 86400.0  # a wait that an exit ends
+
+
+class WorkerProcesses:
+    """Starts one process for each worker, and reports those that exit before the mesh is closed.
+
+    A fork server of their own starts them. It kills them, and all that they have started, when
+    this process ends in any way. Each has a session of its own, so that no Ctrl-C reaches it.
+
+    Args:
+        roles: the workers, by rank.
+        env: variables for them, in addition to this process's.
+        max_restarts: how often each is started again.
+
+    Attributes:
+        directory: private to this mesh, for sockets and the store; it is removed at the end.
+    """
+
+    def __init__(self, roles: Roles, env: Mapping[str, str], max_restarts: int) -> None:
+        self._roles = roles
+        self._max_restarts = max_restarts
+        self._base = base_environment(len(roles), env)
+        self._starter = Starter(start_method(), env=self._base)
+        names = [member.name for member in roles]
+        self._output = Output(StreamConsole(labels=names))
+        self._port = ReservedPort()  # for process groups of the workers
+        # As they are now, also for workers that are started again.
+        self._cwd = os.getcwd()
+        self._sys_path = [os.path.abspath(entry) for entry in sys.path]
+        # Of the present processes, by process id. The thread alone changes it once it runs.
+        self._workers: dict[int, Worker] = {}
+        self._open = False  # whether all have joined, and the mesh is not to be closed yet
+        self._stopping = False
+        self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
+
+    @property
+    def pids(self) -> Mapping[str, int]:
+        """The process ids of the workers that run, by name."""
+        found = {self._roles[each.rank].name: pid for pid, each in self._workers.copy().items()}
+        return MappingProxyType(found)
+
+    def start(self, options: ZmqRpcBackendOptions) -> MeetingPlace:
+        """Starts all workers; returns the place where they wait for the driver.
+
+        Raises:
+            LaunchError: they can't be started; `stop` must be called nevertheless.
+        """
+        self._starter.start()
+        if self._starter.note:
+            self._output.notice(f"zrpc: note: {self._starter.note}")
+        self.directory = self._starter.make_directory()
+        place = MeetingPlace(
+            f"file://{self.directory}/store",
+            len(self._roles),
+            new_secret(),
+            options,
+            self._max_restarts > 0,
+            Path(self.directory),
+        )
+        self._place = dumps(place)
+        self._template = EnvironmentTemplate(
+            len(self._roles), "", "127.0.0.1", self._port.number, self.directory, roles=self._roles
+        )
+        for rank in range(len(self._roles)):
+            self._start_worker(rank)
+        self._thread.start()
+        return place
+
+    def _start_worker(self, rank: int, restarts: int = 0) -> None:
+        name = self._roles[rank].name
+        task = Task.function("zrpc.driver.worker:main", self._place, name, rank, restarts).within(
+            cwd=self._cwd,
+            env=self._template.for_worker(self._base, rank, restarts),
+            sys_path=self._sys_path,
+            line_buffered=True,
+        )
+        stdout, stderr = self._output.open(rank, restarts)
+        try:
+            pid = self._starter.spawn(task, stdout=stdout, stderr=stderr)
+        finally:
+            os.close(stdout)
+            os.close(stderr)
+        self._workers[pid] = Worker(rank, pid, restarts)
+
+    def begin_reports(self) -> None:
+        """Reports, or starts again, workers that exit from now on: all have joined."""
+        self._open = True
+
+    def end_reports(self) -> None:
+        """Expects all workers to exit from now on."""
+        self._open, self._stopping = False, True
+
+    def _watch(self) -> None:
+        """Runs in the thread, until all workers have exited."""
+        try:
+            while self._workers:
+                for found in self._starter.exits(_LONG_SECONDS):
+                    worker = self._workers.pop(found.pid)
+                    worker.returncode = found.returncode
+                    self._on_exit(worker)
+        except (LaunchError, OSError) as error:
+            self._workers.clear()  # the server has killed them, or they have died with it
+            if self._open:
+                self._output.notice(f"zrpc: all workers are lost: {error}")
+
+    def _on_exit(self, worker: Worker) -> None:
+        name = self._roles[worker.rank].name
+        what = f"{name} (pid {worker.pid}) has exited: {worker.describe_end('zrpc')}"
+        if self._stopping:
+            return
+        if not self._open:
+            # The others, and the driver, wait to meet it.
+            Path(self.directory, STOP_NOTE).write_text(what)
+        elif worker.restarts < self._max_restarts:
+            count = f"restart {worker.restarts + 1} of {self._max_restarts}"
+            self._output.notice(f"zrpc: {what}; starting it again ({count})")
+            self._start_worker(worker.rank, worker.restarts + 1)
+        else:
+            self._output.notice(f"zrpc: {what}; calls to it raise WorkerDied")
+
+    def stop(self, hurried: bool) -> None:
+        """Waits for the workers to exit, kills those that don't soon, and releases everything.
+
+        May be called again if it was interrupted.
+
+        Args:
+            hurried: whether they get less time, as they have not left the mesh together.
+        """
+        self.end_reports()
+        try:
+            if self._thread.ident is not None:
+                self._thread.join(_HURRIED_EXIT_SECONDS if hurried else _EXIT_SECONDS)
+                for pid in [*self._workers]:
+                    with contextlib.suppress(LaunchError):
+                        self._starter.send_signal(pid, 9, group=True)
+                self._thread.join(_KILL_SECONDS)
+        finally:
+            self._starter.close()
+            self._port.close()
+            self._output.drain(_DRAIN_SECONDS)
+
+
+def check_interpreter() -> None:
+    """Checks that this program can start workers.
+
+    Raises:
+        RpcError: it is frozen, so that its executable is no interpreter.
+    """
+    if getattr(sys, "frozen", False):
+        raise RpcError(
+            "start_mesh starts workers by the interpreter that runs this program, but the program "
+            f"is frozen: {sys.executable} is none. Run it with an installed Python"
+        )
