@@ -85,9 +85,10 @@ _SURFACE = {
     "zrpc.membership": """agreement cluster_environment device_maps device_settings endpoints
         failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous
         secret signed_store store view worker_info""",
-    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec execution
+    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec
+        current_device execution
         function_names future future_error future_group last_calls main_copies message_hooks
-        open_telemetry outbox pending_call pending_calls recorder""",
+        open_telemetry outbox pending_call pending_calls recorder unmapped""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
         batching.service collectives debugger.prompt debugger.service devices.service
@@ -101,7 +102,7 @@ _SURFACE = {
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
-    "zrpc.bench": """library link machine namespaces plot progress rows run sampling scale
+    "zrpc.bench": """device library link machine namespaces plot progress rows run sampling scale
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",

@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zrpc import torch_internals
-from zrpc.testing import fake_device
+from zrpc.testing import Mesh, fake_device
 from zrpc.torch_internals import (
     ACCUMULATE_NODE,
     EngineLocal,
@@ -178,28 +178,28 @@ def test_any_hook_before(leaf: torch.Tensor) -> None:
     assert any_hook_before()
 
 
-def test_enginelocal() -> None:
-    """The values of a thread hold in the threads of torch's engine that it calls, and end."""
-    local: EngineLocal[str] = EngineLocal("a test's")
+def see_values_in_threads() -> list[tuple[bool, str | None]]:
     fake_device()
-    x = torch.ones(2).to("fake:0").requires_grad_()
-    seen = []
+    local: EngineLocal[str] = EngineLocal("a test's")
+    caller, seen = threading.get_ident(), []
 
-    def hook(_: torch.Tensor) -> None:
-        seen.append((threading.get_ident() != caller, local.get()))
+    def run() -> None:
+        y = torch.ones(2, device="fake:0", requires_grad=True) * 2
+        y.register_hook(lambda _: seen.append((threading.get_ident() != caller, local.get())))
+        y.sum().backward()
 
-    caller = threading.get_ident()
     assert local.set("outer") is None
     assert local.set("inner") == "outer"
-    y = x * 2
-    y.register_hook(hook)
-    y.sum().backward()
+    run()
     local.set(None)
-    y = x * 2
-    y.register_hook(hook)
-    y.sum().backward()
-    assert seen == [(True, "inner"), (True, None)]
-    assert local.get() is None
+    run()
+    return seen
+
+
+@pytest.mark.zrpc(workers=1, processes=True)
+def test_enginelocal(mesh: Mesh) -> None:
+    """The values of a thread hold in the threads of torch's engine that it calls, and end."""
+    assert mesh.run(0, see_values_in_threads) == [(True, "inner"), (True, None)]
 
 
 def test_has_process_group() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +16,16 @@ from tests.support.targets import echo
 from zrpc.agent.agent import Agent
 from zrpc.testing import fake_device
 
-fake_device()
-ZERO, ONE = torch.device("fake:0"), torch.device("fake:1")
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
+DEVICES = ["fake:0", "fake:1"]
 LARGE = 100_000
+STEPS = 5
 
 
 @pytest.fixture(scope="module")
 def _agents() -> Iterator[list[Agent]]:
     """worker0 has a map for worker1, and worker1 one for all others; worker2 has none."""
+    fake_device()
     zero = {"device_maps": {"worker1": SWAPPED}}
     one = {"device_maps": {"*": {"fake:0": "fake:0", "cpu": "fake:1"}}}
     with joined(zero, one, {}) as agents:
@@ -73,12 +76,12 @@ class TestMapped:
 
     @pytest.mark.parametrize("size", [3, LARGE])
     def test_results_come_back_by_the_inverse(self, size: int) -> None:
-        for device in (ZERO, ONE):
-            result = rpc.rpc_sync("worker1", torch.mul, (make(str(device), size), 2))
-            alike(result, make(str(device), size) * 2)
+        for device in DEVICES:
+            result = rpc.rpc_sync("worker1", torch.mul, (make(device, size), 2))
+            alike(result, make(device, size) * 2)
 
     def test_a_result_that_is_made_there_comes_by_the_inverse(self) -> None:
-        assert rpc.rpc_sync("worker1", make, ("fake:0",)).device == ONE
+        assert str(rpc.rpc_sync("worker1", make, ("fake:0",)).device) == "fake:1"
 
     def test_values_of_rrefs_come_by_the_inverse_and_their_methods_take_the_map(self) -> None:
         rref = rpc.remote("worker1", torch.mul, (make("fake:0"), 2))
@@ -220,7 +223,7 @@ class TestArrival:
     def test_sparse_tensors(self) -> None:
         sparse = torch.eye(3).to_sparse().to("fake:0")
         found = rpc.rpc_sync("worker0", echo, (sparse,))
-        assert (found.layout, found.device) == (torch.sparse_coo, ZERO)
+        assert (found.layout, str(found.device)) == (torch.sparse_coo, "fake:0")
         assert torch.equal(found.cpu().to_dense(), torch.eye(3))
 
     def test_modules_and_tensors_of_subclasses(self) -> None:
@@ -231,7 +234,7 @@ class TestArrival:
         tensor = make("fake:0").as_subclass(Marked)
         found = rpc.rpc_sync("worker1", echo, (tensor,))
         assert type(found) is Marked
-        assert (found.device, found.tolist()) == (ZERO, [0, 1, 2])
+        assert (str(found.device), found.tolist()) == ("fake:0", [0, 1, 2])
 
     def test_attributes_of_tensors(self) -> None:
         tensor: Any = make("fake:0")
@@ -264,6 +267,40 @@ class TestCurrentDevice:
         assert owner.rpc_sync().current(make("fake:0")) == 1
         assert owner.rpc_sync().current(make("fake:1")) == 0
         assert rpc.rpc_sync("worker2", current_device) == 0
+
+    def test_each_step_of_a_coroutine_and_of_a_generator_has_it(self) -> None:
+        for function in (generate, generate_later):
+            streams = [rpc.rpc_stream("worker1", function, (make(each),)) for each in DEVICES]
+            assert [list(each) for each in streams] == [[1] * STEPS, [0] * STEPS]
+        for device, wanted in zip(DEVICES, (1, 0), strict=True):
+            assert rpc.rpc_sync("worker1", batch, (make(device),)) == wanted
+        futures = [rpc.rpc_async("worker1", later, (make(each),)) for each in DEVICES]
+        assert rpc.wait_all(futures) == [[1] * STEPS, [0] * STEPS]
+        assert rpc.rpc_sync("worker2", current_device) == 0
+
+
+@rpc.functions.batched
+def batch(tensors: list[torch.Tensor]) -> list[int]:
+    return [current_device()] * len(tensors)
+
+
+async def later(_: torch.Tensor) -> list[int]:
+    found = []
+    for _step in range(STEPS):
+        found.append(current_device())
+        await asyncio.sleep(0)
+    return found
+
+
+def generate(_: torch.Tensor) -> Iterator[int]:
+    for _step in range(STEPS):
+        yield current_device()
+
+
+async def generate_later(_: torch.Tensor) -> AsyncIterator[int]:
+    for _step in range(STEPS):
+        yield current_device()
+        await asyncio.sleep(0)
 
 
 def _current_of_worker0() -> int:
@@ -314,7 +351,7 @@ class TestUnmapped:
         assert rpc.rpc_sync("worker2", echo, (1,)) == 1
 
     def test_a_group_is_refused_for_the_member_without_a_map(self) -> None:
-        with pytest.raises(rpc.SerializationError, match="destination worker2"):
+        with pytest.raises(rpc.SerializationError, match=r"^argument 0 of echo: .* worker2:"):
             rpc.rpc_sync(rpc.group(["worker1", "worker2"]), echo, (make("fake:0"),))
 
 
@@ -326,27 +363,32 @@ class HasTensor(Exception):
     pass
 
 
-def fail_with_tensor() -> None:
-    raise HasTensor("a reason", make("fake:0"), make("cpu"))
+def fail_with_tensor(kind: type[Exception]) -> None:
+    raise kind("a reason", make("fake:0"), make("cpu"))
 
 
 @pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize("to", ["worker1", "worker2"])
-def test_a_tensor_on_a_device_never_hides_an_exception(to: str) -> None:
-    with pytest.raises(HasTensor) as caught:
-        rpc.rpc_sync(to, fail_with_tensor)
-    reason, left_out, tensor = caught.value.args
-    assert reason == "a reason"
-    assert left_out.startswith(
-        "<left out: a tensor on fake:0 of shape (3,) and dtype torch.float32"
-    )
-    assert torch.equal(tensor, make("cpu"))
+@pytest.mark.parametrize("in_context", [False, True])
+def test_a_tensor_on_a_device_never_hides_an_exception(to: str, in_context: bool) -> None:
+    class Local(Exception):
+        pass
+
+    for kind in (HasTensor, Local, ValueError):
+        scope = rpc.autograd.context() if in_context else contextlib.nullcontext()
+        with scope, pytest.raises(Exception, match="a reason") as caught:
+            rpc.rpc_sync(to, fail_with_tensor, (kind,))
+        assert caught.type.__name__ == kind.__name__
+        _, left_out, tensor = caught.value.args
+        assert left_out.startswith("<left out: a tensor on fake:0 of shape (3,) and dtype torch.")
+        assert torch.equal(tensor, make("cpu"))
 
 
 # -- checks when workers meet --------------------------------------------------------------------
 
 
 def test_all_workers_find_that_their_maps_do_not_fit() -> None:
+    fake_device()
     bad = {"device_maps": {"worker1": {"fake:0": "fake:2"}}, "init_timeout": 20}
     wrong = pytest.raises(ValueError, match="Node worker0 has target devices with invalid")
     with wrong, joined(bad, {}):

@@ -78,6 +78,18 @@ def learn() -> None:
     assert torch.equal(there.weight.cpu(), here.weight)
 
 
+def convolve() -> None:
+    here = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.GroupNorm(2, 4))
+    there = copy.deepcopy(here).to("fake")
+    images = torch.rand(2, 2, 5, 5)
+    for model, device in (here, "cpu"), (there, "fake"):
+        model(images.to(device)).pow(3).sum().backward()
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad.cpu(), rtol=1e-3, atol=1e-3)
+
+
 def use_checkpoints_and_autocast() -> None:
     for device in "cpu", "fake":
         leaf = torch.ones(2, device=device, requires_grad=True)
@@ -92,6 +104,9 @@ def use_checkpoints_and_autocast() -> None:
 class TestBackward:
     def test_a_model_learns_there_as_on_the_cpu(self, mesh: Mesh) -> None:
         mesh.run(0, learn)
+
+    def test_convolutions_have_the_cpus_gradients(self, mesh: Mesh) -> None:
+        mesh.run(0, convolve)
 
     def test_checkpoints_and_autocast_work_there_and_beside_it(self, mesh: Mesh) -> None:
         mesh.run(0, use_checkpoints_and_autocast)

@@ -27,6 +27,7 @@ def with_argument(error: UnmappedDevice, call: Any, encoder: Callable[[], Encode
         named += kwargs.items() if isinstance(kwargs, dict) else []
         for name, value in named:
             packer = encoder()
+            packer.finishers = ()  # nothing is sent
             try:
                 packer.pack(value, Message(0))
             except UnmappedDevice:

@@ -190,6 +190,14 @@ class FakeDevice:
     def _record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self._note("aten::record_stream", stream.device_index)
 
+    # torch knows no convolution of a device that others add.
+    def _convolve(self, *args: Any) -> Any:
+        return self._run(torch.ops.aten.convolution.default, *args)
+
+    def _convolve_backward(self, gradient: Any, value: Any, weight: Any, *args: Any) -> Any:
+        backward, bias = torch.ops.aten.convolution_backward.default, [gradient.shape[1]]
+        return self._run(backward, gradient, value, weight, bias, *args)
+
     def _run(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs any other operator: by the CPU's, on the same memory."""
         taken: dict[int, torch.Tensor] = {}  # the tensor here for each one on the CPU
@@ -293,6 +301,8 @@ def _add(device: FakeDevice) -> list[torch.library.Library]:
     aten.impl("empty_strided", device._empty_strided, _KEY)
     aten.impl("_copy_from", device._copy, _KEY)
     aten.impl("record_stream", device._record_stream, _KEY)
+    aten.impl("convolution_overrideable", device._convolve, _KEY)
+    aten.impl("convolution_backward_overrideable", device._convolve_backward, _KEY)
     for name in _VIEWS:
         aten.impl(name, _as_on("CPU", name), _KEY)
     for name in _SPARSE:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import name_of
+from zrpc.calls.unmapped import with_argument
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.part import Part
 from zrpc.services.groups.service import GroupService
-from zrpc.wire.devices import DeviceMap
+from zrpc.wire.devices import DeviceMap, UnmappedDevice
 from zrpc.wire.envelope import Envelope
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
+from zrpc.wire.parts import PartEncoder
 from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
@@ -186,7 +189,13 @@ class Bodies:
         for other, part in packed:
             if other.same_main == form.same_main and not (part.placed or moves_cpu):
                 return part
-        return Part.of(self._service, obj, form.same_main, self._in_graph, form.devices)
+        service, in_graph = self._service, self._in_graph
+        try:
+            return Part.of(service, obj, form.same_main, in_graph, form.devices)
+        except UnmappedDevice as error:
+            same = partial(PartEncoder, service.agent, form.same_main, in_graph, form.devices)
+            call = (self.name, *obj[1:]) if isinstance(obj, tuple) else obj
+            raise with_argument(error, call, same) from None
 
     def _find_shared(self, holes: Sequence[Any]) -> None:
         found = {id(hole): hole for hole in holes if isinstance(hole, Share)}
