@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -61,6 +62,16 @@ def test_a_mesh_that_is_kept_from_cell_to_cell_is_stopped_and_its_next_use_says_
             cells.run(use)
     cells.run("with local_mesh(2) as mesh: found = mesh.run(1, min, 1, 2)")
     assert cells.variables["found"] == 1
+
+
+@pytest.mark.parametrize("timeout", [0, None])
+def test_a_mesh_whose_context_manager_was_dropped_says_so(
+    cells: Cells, timeout: float | None
+) -> None:
+    cells.run(f"mesh = local_mesh(2, timeout={timeout}).__enter__()")
+    gc.collect()
+    with pytest.raises(RuntimeError, match="nothing refers to what local_mesh has returned"):
+        cells.run("mesh.run(0, max, 1, 2)")
 
 
 def test_a_stack_that_outlives_the_function_that_has_entered_keeps_a_mesh_too() -> None:

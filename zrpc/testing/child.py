@@ -32,6 +32,7 @@ from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
 from zrpc.testing.served import serve
+from zrpc.testing.worker import result_of
 from zrpc.wire.pickling import dumps
 
 __all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
@@ -129,7 +130,7 @@ class _WorkerProcess:
 
     def _call(self, pickled: bytes) -> Any:
         fn, args, kwargs = pickle.loads(pickled)
-        return fn(*args, **kwargs)
+        return result_of(fn, args, kwargs)
 
     def _shutdown(self, graceful: bool, search: bool) -> list[str]:
         from zrpc import api

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
-from zrpc.testing.failure import add_others
 from zrpc.testing.faults.proxy import Relays
 from zrpc.testing.leaks import LeakError
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Worker
+from zrpc.testing.worker import MeshFuture, Worker, gather, result
 
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
@@ -24,9 +22,8 @@ __all__ = ["Mesh"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+AsyncFunction = Callable[P, Coroutine[Any, Any, T]]
 
-# One worker's failure often makes the others fail: wait this long for their errors.
-_OTHER_FAILURES_SECONDS = 1.0
 # How long workers may take to stop when they were asked to: on a busy machine, the end of a
 # process that has imported torch takes up to a few tenths of a second of a processor.
 _STOP_SECONDS = 5.0
@@ -86,16 +83,23 @@ class Mesh:
         """The workers' names, by rank."""
         return [worker.name for worker in self._workers]
 
-    def run(self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @overload
+    def run(
+        self, worker: str | int, fn: AsyncFunction[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    @overload
+    def run(
+        self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    def run(self, worker: str | int, fn: Any, /, *args: Any, **kwargs: Any) -> Any:
         """Runs ``fn(*args, **kwargs)`` on a worker and returns the result.
 
         Args:
             worker: the worker's name or rank.
-            fn: a plain function. To run an ``async def`` function, call it from a worker with
-                `zrpc.rpc_sync`. In a mesh of processes ``fn`` is pickled: by value if it comes
-                from the test's module or can't be imported. The globals of its module then
-                travel with each call, so keep a worker's state elsewhere, for example in an
-                attribute of an imported module.
+            fn: a function, which may be an ``async def`` function. In a mesh of processes it is
+                pickled: by value if it comes from the test's module or can't be imported. The
+                globals of its module then travel with each call, so keep a worker's state
+                elsewhere, for example in an attribute of an imported module.
             args: the arguments of ``fn``.
             kwargs: the keyword arguments of ``fn``.
 
@@ -103,13 +107,20 @@ class Mesh:
             MeshTimeout: the test's deadline passed.
             WorkerExited: the worker's process exited.
             LookupError: there is no such worker.
+            KeyboardInterrupt: Ctrl-C; a note says what still runs on the worker, which takes its
+                next function only then.
             Exception: what ``fn`` raised, with its own type. The last of its causes is a
                 `WorkerTraceback` with the worker's name and the traceback there.
         """
         __tracebackhide__ = True
-        return _result(self.submit(worker, fn, *args, **kwargs))
+        with self._noting_what_runs():
+            return result(self.submit(worker, fn, *args, **kwargs))
 
-    def run_all(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    @overload
+    def run_all(self, fn: AsyncFunction[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    @overload
+    def run_all(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    def run_all(self, fn: Any, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Runs ``fn(*args, **kwargs)`` on all workers at once.
 
         Returns:
@@ -121,18 +132,25 @@ class Mesh:
                 running ``fn`` are not waited for.
         """
         __tracebackhide__ = True
-        return _gather(self._workers, [w.submit(fn, args, kwargs) for w in self._workers])
+        with self._noting_what_runs():
+            return gather(self._workers, [w.submit(fn, args, kwargs) for w in self._workers])
 
+    @overload
+    def submit(
+        self, worker: str | int, fn: AsyncFunction[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> MeshFuture[T]: ...
+    @overload
     def submit(
         self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[T]:
+    ) -> MeshFuture[T]: ...
+    def submit(self, worker: str | int, fn: Any, /, *args: Any, **kwargs: Any) -> MeshFuture[Any]:
         """Queues ``fn(*args, **kwargs)`` on a worker, behind what was submitted before.
 
         Takes the arguments of `run`.
 
         Returns:
-            A ``concurrent.futures.Future`` of the result, or of what `run` would raise. It can't
-            be cancelled.
+            A ``concurrent.futures.Future`` of the result, or of what `run` would raise. Coroutines
+            can await it. It can't be cancelled.
 
         Raises:
             LookupError: there is no such worker.
@@ -198,7 +216,7 @@ class Mesh:
         dead.close(_KILL_SECONDS)
         new = dead.successor()
         self._workers[self._workers.index(dead)] = new
-        _gather([new], [new.start()])
+        gather([new], [new.start()])
 
     def pause(self, worker: str | int) -> None:
         """Pauses a worker's process (SIGSTOP).
@@ -257,7 +275,7 @@ class Mesh:
             Exception: what a worker failed with; the caller must shut the mesh down.
         """
         __tracebackhide__ = True
-        _gather(self._workers, [worker.start() for worker in self._workers])
+        gather(self._workers, [worker.start() for worker in self._workers])
         if self._spec.faults:
             # No worker has connected to another yet: it does so when it first sends.
             found = self.run_all(_inbox_and_token)
@@ -311,6 +329,17 @@ class Mesh:
         outputs = [(worker.name, worker.new_output()) for worker in self._workers]
         return [(name, text) for name, text in outputs if text]
 
+    @contextlib.contextmanager
+    def _noting_what_runs(self) -> Iterator[None]:
+        """Adds to Ctrl-C what it does not end."""
+        __tracebackhide__ = True
+        try:
+            yield
+        except KeyboardInterrupt as error:
+            for line in self._work_in_progress():
+                error.add_note(f"{line}, still: its next function waits for that")
+            raise
+
     # -- for the watchdog, in its thread -------------------------------------------------
 
     def _work_in_progress(self) -> list[str]:
@@ -350,7 +379,7 @@ class Mesh:
         # All workers have to agree on a graceful shutdown, and a dead one can't.
         graceful = len(workers) == len(self._workers)
         futures = [worker.shutdown(graceful) for worker in workers]
-        left = _gather(workers, futures)
+        left = gather(workers, futures)
         return _labelled(workers, left)
 
     def _stop(self, by_force: bool) -> list[str]:
@@ -401,30 +430,3 @@ def _inbox_and_token() -> tuple[str, bytes]:
 
 def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"{w.label}: {line}" for w, its in zip(workers, lines, strict=True) for line in its]
-
-
-def _gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
-    """Returns the results of all futures; raises the first failure, which names the others."""
-    __tracebackhide__ = True
-    done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-    first = next((f for f in futures if f in done and f.exception() is not None), None)
-    if first is not None:
-        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
-        others = {
-            worker.label: error
-            for worker, future in zip(workers, futures, strict=True)
-            if future is not first and future.done() and (error := future.exception())
-        }
-        error = first.exception()
-        assert error is not None  # that is how it was chosen
-        raise add_others(error, others)
-    return [future.result() for future in futures]
-
-
-def _result(future: Future[T]) -> T:
-    """Returns ``future.result()``; an error's traceback shows the worker's frames only."""
-    __tracebackhide__ = True
-    error = future.exception()
-    if error is not None:
-        raise error
-    return future.result()

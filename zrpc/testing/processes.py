@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -32,7 +31,7 @@ from zrpc.testing.procfs import command_of, read_text, session_members, state_of
 from zrpc.testing.served import send_request, start_serving
 from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Worker, name_of
+from zrpc.testing.worker import MeshFuture, Worker, name_of
 from zrpc.wire.pickling import dumps
 
 __all__ = ["ProcessWorker", "process_workers"]
@@ -164,7 +163,7 @@ class ProcessWorker(Worker):
         """Returns the next incarnation, with the same name and rank; it is not started yet."""
         return ProcessWorker(self.name, self.rank, self._shared, self._restarts + 1)
 
-    def start(self) -> Future[Any]:
+    def start(self) -> MeshFuture[Any]:
         """Forks the process and makes it join the mesh."""
         with self._streams() as streams:
             pid, self._connection = start_serving(self._shared.server, self._task, *streams)
@@ -178,13 +177,13 @@ class ProcessWorker(Worker):
 
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> MeshFuture[Any]:
         """Queues ``fn(*args, **kwargs)`` for the main thread of the process."""
         with _pickling_by_value(self._shared.by_value):
             pickled = dumps((fn, args, kwargs))
         return self._request(f"runs {name_of(fn)}", "call", pickled)
 
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def shutdown(self, graceful: bool) -> MeshFuture[list[str]]:
         """Makes the worker leave its mesh; its process keeps running."""
         return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
@@ -314,7 +313,7 @@ class ProcessWorker(Worker):
         finally:
             os.close(fd)
 
-    def _request(self, what: str, *request: Any) -> Future[Any]:
+    def _request(self, what: str, *request: Any) -> MeshFuture[Any]:
         with self._sending:
             future = self._new_future(what)
             if not future.done():

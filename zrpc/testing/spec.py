@@ -10,6 +10,8 @@ __all__ = ["MeshSpec"]
 
 DEFAULT_WORKERS = 2
 DEFAULT_TIMEOUT = 30.0
+# Stands for no deadline; waits in C can hold it.
+NO_DEADLINE_SECONDS = 3e7
 
 
 class _Mark(Protocol):
@@ -66,7 +68,7 @@ class MeshSpec:
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, but got {self.workers}")
         # Longer than a year is no deadline, and overflows in waits in C.
-        if not 0 < self.timeout < 3e7:
+        if not 0 < self.timeout <= NO_DEADLINE_SECONDS:
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
 
     @classmethod

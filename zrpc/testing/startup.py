@@ -9,7 +9,7 @@ from typing import Any
 
 from zrpc.testing.entry import Entry
 from zrpc.testing.mesh import Mesh
-from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
+from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
 from zrpc.testing.watchdog import Watchdog, print_report
 
 __all__ = ["local_mesh", "start_mesh", "warm_up"]
@@ -17,6 +17,10 @@ __all__ = ["local_mesh", "start_mesh", "warm_up"]
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
 # it until init_timeout has passed, so that is kept short.
 _INIT_TIMEOUT_SECONDS = 10.0
+_DROPPED = (
+    "the mesh was shut down, since nothing refers to what local_mesh has returned any more: use a "
+    "with statement, or keep it in a variable. In a notebook, use zrpc.start_mesh"
+)
 
 
 def warm_up(processes: bool, preload: Sequence[str] = ()) -> None:
@@ -82,7 +86,7 @@ def local_mesh(
     workers: int = DEFAULT_WORKERS,
     *,
     processes: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = DEFAULT_TIMEOUT,
     options: Mapping[str, Any] | None = None,
     faults: bool = False,
 ) -> Iterator[Mesh]:
@@ -96,8 +100,8 @@ def local_mesh(
     Args:
         workers: the number of workers; they are named ``worker0``, ``worker1``, …
         processes: whether each worker is a process; otherwise it is a thread of this process.
-        timeout: seconds that the whole statement may take. The first import of torch does not
-            count.
+        timeout: seconds that the whole statement may take; None or 0 means no limit. The first
+            import of torch does not count.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
         faults: whether connections between the workers can be disturbed, see
             `zrpc.testing.faults`.
@@ -113,6 +117,7 @@ def local_mesh(
         ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
         ['worker0', 'worker1']
     """
+    timeout = timeout or NO_DEADLINE_SECONDS
     spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
     warm_up(processes)
     entry = Entry(sys._getframe().f_back)
@@ -123,6 +128,8 @@ def local_mesh(
                 yield mesh
         except BaseException as error:
             for started in watchdog.meshes:  # Ctrl-C may have come before `mesh` was set
+                if isinstance(error, GeneratorExit):
+                    started._fail_waits(RuntimeError(_DROPPED))
                 started.shutdown(graceful=False)
             if watchdog.timed_out not in (None, error):
                 raise watchdog.timed_out from error  # error is a consequence of it

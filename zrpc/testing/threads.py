@@ -6,14 +6,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from zrpc.testing.failure import attribute, traceback_of, without_frames
 from zrpc.testing.leaks import lasting
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.stacks import stacks_of
-from zrpc.testing.worker import Worker, name_of
+from zrpc.testing.worker import MeshFuture, Worker, name_of, result_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ThreadWorker", "import_core", "thread_workers"]
 
-_Task = tuple[Future[Any], Callable[[], Any]]
+_Task = tuple[MeshFuture[Any], Callable[[], Any]]
 
 
 def thread_workers(spec: MeshSpec) -> list[Worker]:
@@ -81,23 +80,23 @@ class ThreadWorker(Worker):
             raise RuntimeError(f"{self.name} has no agent: it is not started, or is shut down")
         return self._agent
 
-    def start(self) -> Future[Any]:
+    def start(self) -> MeshFuture[Any]:
         """Starts the worker's thread and makes it join the mesh."""
         self._thread.start()
         return self._enqueue("starts", self._start)
 
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> MeshFuture[Any]:
         """Queues ``fn(*args, **kwargs)`` for the worker's thread, with its agent current."""
 
         def call() -> Any:
             with self.agent.as_current():
-                return fn(*args, **kwargs)
+                return result_of(fn, args, kwargs)
 
         return self._enqueue(f"runs {name_of(fn)}", call)
 
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def shutdown(self, graceful: bool) -> MeshFuture[list[str]]:
         """Shuts the agent down, in the worker's thread."""
 
         def leave() -> list[str]:
@@ -142,7 +141,7 @@ class ThreadWorker(Worker):
             self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
         return []
 
-    def _enqueue(self, what: str, work: Callable[[], Any]) -> Future[Any]:
+    def _enqueue(self, what: str, work: Callable[[], Any]) -> MeshFuture[Any]:
         future = self._new_future(what)
         if not future.done():
             self._tasks.put((future, work))

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from typing import Any, TypeVar
 
-__all__ = ["Worker"]
+from zrpc.testing.failure import add_others
+
+__all__ = ["MeshFuture", "Worker", "gather", "name_of", "result", "result_of"]
+
+T = TypeVar("T")
+
+# One worker's failure often makes the others fail: wait this long for their errors.
+_OTHER_FAILURES_SECONDS = 1.0
+
+
+class MeshFuture(Future[T]):
+    """A ``concurrent.futures.Future`` that coroutines can await, too. It can't be cancelled."""
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
 
 
 class Worker(ABC):
@@ -35,17 +51,17 @@ class Worker(ABC):
         """The worker's name and where it runs, for a reader."""
 
     @abstractmethod
-    def start(self) -> Future[Any]:
+    def start(self) -> MeshFuture[Any]:
         """Makes the worker join its mesh; the future is done when all workers have joined."""
 
     @abstractmethod
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> MeshFuture[Any]:
         """Queues ``fn(*args, **kwargs)``; an error has its remote traceback as cause."""
 
     @abstractmethod
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def shutdown(self, graceful: bool) -> MeshFuture[list[str]]:
         """Makes the worker leave its mesh; the result lists what it left behind."""
 
     @property
@@ -97,9 +113,9 @@ class Worker(ABC):
         for future in pending:
             future.set_exception(error)
 
-    def _new_future(self, what: str) -> Future[Any]:
+    def _new_future(self, what: str) -> MeshFuture[Any]:
         """Returns a new future for a piece of work; it has failed already if none can be done."""
-        future: Future[Any] = Future()
+        future: MeshFuture[Any] = MeshFuture()
         future.set_running_or_notify_cancel()  # work that a worker has begun can't be cancelled
         with self._lock:
             error = self._error
@@ -125,3 +141,36 @@ class Worker(ABC):
 def name_of(fn: Callable[..., Any]) -> str:
     """Returns the name of a function, for a reader."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
+
+
+def result_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the result of a function, or of the coroutine that it makes; runs on the worker."""
+    result = fn(*args, **kwargs)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
+    """Returns the results of all futures; raises the first failure, which names the others."""
+    __tracebackhide__ = True
+    done, rest = wait(futures, return_when=FIRST_EXCEPTION)
+    first = next((f for f in futures if f in done and f.exception() is not None), None)
+    if first is not None:
+        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
+        others = {
+            worker.label: error
+            for worker, future in zip(workers, futures, strict=True)
+            if future is not first and future.done() and (error := future.exception())
+        }
+        error = first.exception()
+        assert error is not None  # that is how it was chosen
+        raise add_others(error, others)
+    return [future.result() for future in futures]
+
+
+def result(future: Future[T]) -> T:
+    """Returns ``future.result()``; an error's traceback shows the worker's frames only."""
+    __tracebackhide__ = True
+    error = future.exception()
+    if error is not None:
+        raise error
+    return future.result()
