@@ -63,6 +63,7 @@ def start_mesh(
         RendezvousError: a worker exits while it starts, or they don't meet within ``init_timeout``
             seconds.
         LaunchError: processes can't be started.
+        RuntimeError: a child of multiprocessing has imported the script that calls this.
         ValueError: a number or a role is not possible.
         TypeError: ``workers`` is neither a number nor a mapping.
 

@@ -16,6 +16,7 @@ from zrpc.driver.console import StreamConsole
 from zrpc.driver.place import MeetingPlace
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.interpreter import check_not_imported
 from zrpc.launch.line_splitter import LineSplitter
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
@@ -199,11 +200,13 @@ def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter
 
 
 def check_interpreter() -> None:
-    """Checks that this program can start workers.
+    """Checks that this process can start workers, and should.
 
     Raises:
         RpcError: it is frozen, so that its executable is no interpreter.
+        RuntimeError: it is a child that imports the main script.
     """
+    check_not_imported("zrpc.start_mesh")
     if getattr(sys, "frozen", False):
         raise RpcError(
             "start_mesh starts workers by the interpreter that runs this program, but the program "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import multiprocessing
 import os
 import pickle
 import sys
@@ -12,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from zrpc.launch.interpreter import check_not_imported
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.worker import EnvironmentTemplate, base_environment
 
@@ -100,11 +100,7 @@ def spawn(
 
 def _check_main() -> None:
     """Raises a RuntimeError if new processes can't import the main script, or are doing so."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            "zrpc.spawn was called again by one of its own processes, as that imported the main "
-            'script: put the call under `if __name__ == "__main__":`, or use zrpc.start_mesh'
-        )
+    check_not_imported("zrpc.spawn")
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     if file and getattr(main, "__spec__", None) is None and not os.path.exists(file):
