@@ -60,14 +60,14 @@ class WorkerProcesses:
     def __init__(self, roles: Roles, env: Mapping[str, str], max_restarts: int) -> None:
         self._roles = roles
         self._max_restarts = max_restarts
+        # As they are now, also for workers that are started again.
+        self._cwd = os.getcwd()
+        self._sys_path = [os.path.abspath(entry) for entry in sys.path]
         self._base = base_environment(len(roles), env)
         self._starter = Starter(start_method(), env=self._base)
         names = [member.name for member in roles]
         self._output = Output(StreamConsole(labels=names), make_splitter=_splitter_for(len(roles)))
         self._port = ReservedPort()  # for process groups of the workers
-        # As they are now, also for workers that are started again.
-        self._cwd = os.getcwd()
-        self._sys_path = [os.path.abspath(entry) for entry in sys.path]
         # Of the present processes, by process id. The thread alone changes it once it runs.
         self._workers: dict[int, Worker] = {}
         self._agent: Agent | None = None  # the driver's, once all have joined
@@ -143,7 +143,7 @@ class WorkerProcesses:
                     worker = self._workers.pop(found.pid)
                     worker.returncode = found.returncode
                     self._on_exit(worker)
-        except (LaunchError, OSError) as error:
+        except LaunchError as error:
             self._workers.clear()  # the server has killed them, or they have died with it
             if not self._leave():
                 self._output.notice(f"zrpc: all workers are lost: {error}")
@@ -162,7 +162,10 @@ class WorkerProcesses:
         elif failed and worker.restarts < self._max_restarts:
             count = f"restart {worker.restarts + 1} of {self._max_restarts}"
             self._output.notice(f"zrpc: {what}; starting it again ({count})")
-            self._start_worker(worker.rank, worker.restarts + 1)
+            try:
+                self._start_worker(worker.rank, worker.restarts + 1)
+            except (LaunchError, OSError) as error:  # no descriptors are left, for example
+                self._output.notice(f"zrpc: {name} can't be started again: {error}")
         else:
             self._output.notice(f"zrpc: {what}; calls to it raise WorkerDied")
 
