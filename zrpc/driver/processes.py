@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from zrpc.agent.agent import Agent
 from zrpc.driver.console import StreamConsole
+from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
@@ -72,6 +73,7 @@ class WorkerProcesses:
         self._workers: dict[int, Worker] = {}
         self._agent: Agent | None = None  # the driver's, once all have joined
         self._closing = self._killing = False
+        self._end_reports: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
 
     @property
@@ -126,10 +128,13 @@ class WorkerProcesses:
     def begin_reports(self, agent: Agent) -> None:
         """Reports, or starts again, workers that exit from now on: all have joined the driver."""
         self._agent = agent
+        self._end_reports = tell_of_edits(self._output.notice)
 
     def end_restarts(self) -> None:
         """Expects all workers to exit from now on; only failures are reported."""
         self._closing = True
+        self._end_reports()
+        self._end_reports = _nothing
 
     def _leave(self) -> bool:
         """Whether the workers leave with the driver."""
@@ -190,6 +195,10 @@ class WorkerProcesses:
             self._starter.close()
             self._port.close()
             self._output.drain(_DRAIN_SECONDS)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter]:
