@@ -63,6 +63,27 @@ def test_a_program_needs_no_main_guard(way: str, runtime: Path, tmp_path: Path) 
     assert err.strip() in ("", ">>>")
 
 
+_WITH_A_CHILD = """\
+import multiprocessing, zrpc
+mesh = zrpc.start_mesh(1)
+child = multiprocessing.get_context("spawn").Process(target=print)
+child.start()
+child.join()
+print(child.exitcode, zrpc.rpc_sync(0, max, args=(1, 2)))
+"""
+
+
+def test_a_child_that_imports_the_script_is_told_of_the_guard(
+    runtime: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_WITH_A_CHILD)
+    process = start(str(script), runtime=runtime)
+    out, err = process.communicate("", SECONDS)
+    assert out.split() == ["1", "2"]
+    assert "zrpc.start_mesh was called again by a process" in err
+
+
 _LEFT_BY_FORCE = """\
 import os, re, subprocess, sys, time, zrpc
 mesh = zrpc.start_mesh(2)
