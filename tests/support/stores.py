@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 
 class RecordingStore(dist.Store):
-    """Counts the requests to a store of this process, and remembers what was written.
+    """Counts the requests to a store, and remembers what was written.
+
+    Args:
+        store: default: a new one of this process.
 
     Attributes:
         entries: by key, as they were written last.
@@ -17,11 +20,11 @@ class RecordingStore(dist.Store):
         keys_asked: how many keys those have named.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store | None = None) -> None:
         super().__init__()
         self.entries: dict[str, bytes] = {}
         self.requests = self.keys_asked = 0
-        self._store = dist.HashStore()
+        self._store = store or dist.HashStore()
         self._lock = threading.Lock()  # guards the numbers
 
     def set(self, key: str, value: Any) -> None:
@@ -43,10 +46,15 @@ class RecordingStore(dist.Store):
         return self._store.multi_get(keys)
 
     def check(self, keys: list[str]) -> bool:
+        self.step()
         with self._lock:
             self.keys_asked += len(keys)
         return self._store.check(keys)
 
+    def step(self) -> None:
+        """Is called before each request."""
+
     def _count(self) -> None:
+        self.step()
         with self._lock:
             self.requests += 1

@@ -35,6 +35,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
@@ -124,12 +125,10 @@ def meet(
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
-    place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    entries = SignedStore(store, secret, time.monotonic() + timeout)
     with store_errors():
         if record.rank:
-            return _Guest(entries, record, timeout, timing, place, listen).run()
-        return _Leader(entries, record, timeout, timing, place, listen).run(check)
+            return _Guest(store, record, timeout, secret, timing, listen).run()
+        return _Leader(store, record, timeout, secret, timing, listen).run(check)
 
 
 @contextlib.contextmanager
@@ -152,23 +151,24 @@ class _Worker:
 
     def __init__(
         self,
-        entries: SignedStore,
+        store: Store,
         record: PeerRecord,
         timeout: float,
+        secret: ClusterSecret | None,
         timing: RendezvousTiming,
-        place: str,
         listen: Callable[[list[PeerRecord]], str],
     ) -> None:
-        self._entries = entries
-        self._record = record
-        self._deadline = time.monotonic() + timeout
-        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
+        place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
         another = "is that of another mesh: give each mesh a MASTER_PORT of its own"
         self._note = f" (or the store{place} {another})" if place else ""
+        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
+        self._record = record
+        self._deadline = time.monotonic() + timeout
+        self._entries = SignedStore(store, secret, self._deadline)
+        self._attendance = Attendance(self._entries, record, record.token)
         self._timing = timing
         self._listen = listen
         self._next_look = time.monotonic() + timing.look_seconds
-        self._attendance = Attendance(entries, record, NOBODY if record.rank else record.token)
         self._failure: RpcError | None = None  # why this worker can't listen
 
     def _answer(self, records: list[PeerRecord], number: int) -> Arrival:
@@ -180,10 +180,10 @@ class _Worker:
             self._failure = error
             return Arrival(self._record, answers=number, trouble=str(error))
 
-    def _decide(self, key: str, *finding: str) -> list[str]:
-        """Writes a finding unless there is one; returns the one that counts."""
+    def _decide(self, key: str, *finding: str) -> str:
+        """Writes a finding unless there is one; returns what counts."""
         text = self._entries.get_or_set(key, json.dumps(finding), _MAX_ROSTER_BYTES)
-        return _parsed(text)
+        return str(_parsed(text)[0])
 
     def _is_time_to_look(self, pause: float) -> bool:
         now = time.monotonic()
@@ -198,6 +198,9 @@ class _Worker:
             f"{self._expected} but {infos} left again, do not answer, or are from an earlier run"
             f"{self._note}: start them again"
         )
+
+    def _leader_in(self, entry: bytes) -> PeerRecord:
+        return PeerRecord.parse(self._entries.verified(_LEADER, entry))
 
     def _not_unique(self, other: PeerRecord) -> RendezvousError:
         places = describe_places([self._record, other])
@@ -224,7 +227,7 @@ class _Leader(_Worker):
                 self._tell(key, failed.error)
                 raise self._failure or failed.error from None
             values = [record.endpoint if met else record.dump() for record in records]
-            verb, *_ = self._decide(key, _MET if met else _ROSTER, *values)
+            verb = self._decide(key, _MET if met else _ROSTER, *values)
             if verb == _MET:
                 return records
             if verb == _ROSTER:
@@ -261,7 +264,7 @@ class _Leader(_Worker):
         """Raises an error if another worker has taken the place of this one."""
         own = self._record
         try:
-            found = _leader_in(self._entries, self._entries.get_raw(_LEADER))
+            found = self._leader_in(self._entries.get_raw(_LEADER))
         except (AuthenticationError, ValueError) as error:
             raise AuthenticationError(
                 f"the record of worker {own.name} (rank 0) was replaced: {error}"
@@ -280,7 +283,7 @@ class _Leader(_Worker):
         overtime = max(self._deadline, now + timing.overtime_seconds)
         kind = _STRANGER if isinstance(error, AuthenticationError) else _FAILED
         with contextlib.suppress(RuntimeError, OSError):
-            if self._decide(key, kind, str(error))[0] == kind and keys:
+            if self._decide(key, kind, str(error)) == kind and keys:
                 until = min(now + timing.failure_read_seconds, overtime)
                 wait_for(lambda: self._entries.check(keys), until)
 
@@ -289,7 +292,8 @@ class _Guest(_Worker):
     """Another worker than rank 0."""
 
     def run(self) -> list[PeerRecord]:
-        self._leader: PeerRecord | None = None  # as it was found last, unless it is refused
+        self._leader: PeerRecord | None = None  # the last one that was not refused
+        self._is_stranger = False  # the leader that this worker answers
         self._over: set[str] = set()  # the tokens of leaders that this worker can't meet
         self._answered: list[PeerRecord] = []  # the last roster, if this worker is in it
         while True:
@@ -324,18 +328,18 @@ class _Guest(_Worker):
             return ""
         entry = self._entries.get_raw(_LEADER)
         try:
-            self._leader = _leader_in(self._entries, entry)
+            self._leader = self._leader_in(entry)
             self._attendance.refused.pop(0, None)
         except (AuthenticationError, ValueError) as error:
-            self._leader = None
             self._attendance.refuse(0, error)
         token = claimed_token(entry)
         return "" if token in self._over else token
 
     def _follow(self, token: str) -> list[PeerRecord]:
         """Goes by the rosters of a leader."""
+        self._is_stranger = 0 in self._attendance.refused
         late = self._entries.check([f"roster/{token}/0"])
-        if late and self._attendance.refused:
+        if late and self._is_stranger:
             self._over.add(token)
             raise _LeaderReplaced
         self._attend(token)
@@ -349,7 +353,7 @@ class _Guest(_Worker):
                 pairs = zip(self._answered, values, strict=True)
                 return [replace(record, endpoint=endpoint) for record, endpoint in pairs]
             if verb == _ROSTER:
-                self._on_roster(_records(values), number)
+                self._on_roster(values, number)
             elif verb == _ABANDONED:
                 self._answered = []
             else:  # of an earlier mesh, or of another one
@@ -372,7 +376,7 @@ class _Guest(_Worker):
             if last is not None and last.record.token != self._record.token:
                 raise self._not_unique(last.record)
 
-    def _await(self, token: str, key: str) -> list[str]:
+    def _await(self, token: str, key: str) -> list[Any]:
         """Waits for a roster; writes that this worker gives up if it comes too late.
 
         Raises:
@@ -395,16 +399,14 @@ class _Guest(_Worker):
             error = self._too_late()
         except _LeaderReplaced as replaced:
             error = replaced
-        if self._answered:
-            finding = self._decide(key, _ABANDONED)
-            if finding[0] not in (_ABANDONED, _ROSTER):
-                return finding
+        if self._answered and self._decide(key, _ABANDONED) not in (_ABANDONED, _ROSTER):
+            return self._read(token, key)
         if not isinstance(error, _LeaderReplaced):
             self._attendance.leave()
         raise error
 
-    def _read(self, token: str, key: str) -> list[str]:
-        if self._attendance.refused:
+    def _read(self, token: str, key: str) -> list[Any]:
+        if self._is_stranger:
             self._entries.set(f"heard/{token}/{self._record.rank}", "1")
             raise self._attendance.mutual_refusal()
         entry = self._entries.get_raw(key)
@@ -453,40 +455,28 @@ def wait_for(done: Callable[[], bool], deadline: float) -> bool:
     return True
 
 
-def _leader_in(entries: SignedStore, entry: bytes) -> PeerRecord:
-    return PeerRecord.parse(entries.verified(_LEADER, entry))
-
-
-def _parsed(text: str) -> list[str]:
-    """Returns what is known at a roster, and the values that belong to it."""
+def _parsed(text: str) -> list[Any]:
+    """Returns what is known at a roster, and the records or texts that belong to it."""
     try:
-        verb, *values = map(str, json.loads(text))
+        verb, *values = json.loads(text)
+        parse: Callable[[Any], object] = PeerRecord.parse if verb == _ROSTER else str
+        return [verb, *map(parse, values)]
     except (ValueError, TypeError, RecursionError) as error:
-        raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
-    return [verb, *values]
-
-
-def _records(values: list[str]) -> list[PeerRecord]:
-    try:
-        return [PeerRecord.parse(text) for text in values]
-    except ValueError as error:
         raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
 
 
 def _check(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> None:
     """Raises a _Failed if these workers can't form a mesh."""
     by_name: dict[str, PeerRecord] = {}
-    for arrival in arrivals:
-        record = arrival.record
-        other = by_name.setdefault(record.name, record)
-        if other is not record:
+    for record in (arrival.record for arrival in arrivals):
+        if (other := by_name.setdefault(record.name, record)) is not record:
+            ranks = f"ranks {other.rank} and {record.rank}"
             raise _Failed(
-                RendezvousError(
-                    f"worker name {record.name} is not unique: ranks {other.rank} and "
-                    f"{record.rank} both have it"
-                )
+                RendezvousError(f"worker name {record.name} is not unique: {ranks} both have it")
             )
+    for arrival in arrivals:
         if arrival.trouble:
+            record = arrival.record
             raise _Failed(
                 RendezvousError(
                     f"expected all workers to publish where they listen, but {record.info} on "
