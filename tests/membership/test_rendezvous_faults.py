@@ -101,6 +101,10 @@ def test_the_others_go_on_all_or_none_whenever_one_is_killed() -> None:
     for found in each_case(kill, SHORT):
         others = [mesh for mesh in found if not isinstance(mesh, Killed)]
         assert len(set(met(others))) == 1
+        for error in others:
+            if isinstance(error, RendezvousError):
+                [killed] = [rank for rank, each in enumerate(found) if isinstance(each, Killed)]
+                assert f"rank {killed} is missing" in str(error) or f"id={killed}" in str(error)
 
 
 def test_whenever_one_is_killed_and_started_again_all_meet() -> None:

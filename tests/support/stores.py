@@ -16,7 +16,7 @@ class RecordingStore(dist.Store):
 
     Attributes:
         entries: by key, as they were written last.
-        requests: how many there were, without those that ask only which entries there are.
+        requests: how many there were, without those that poll.
         keys_asked: how many keys those have named.
     """
 
@@ -42,17 +42,20 @@ class RecordingStore(dist.Store):
         return found
 
     def multi_get(self, keys: list[str]) -> Any:
-        self._count()
+        self._count_keys(keys)
         return self._store.multi_get(keys)
 
     def check(self, keys: list[str]) -> bool:
-        self.step()
-        with self._lock:
-            self.keys_asked += len(keys)
+        self._count_keys(keys)
         return self._store.check(keys)
 
     def step(self) -> None:
         """Is called before each request."""
+
+    def _count_keys(self, keys: list[str]) -> None:
+        self.step()
+        with self._lock:
+            self.keys_asked += len(keys)
 
     def _count(self) -> None:
         self.step()

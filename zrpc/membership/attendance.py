@@ -111,6 +111,11 @@ class Attendance:
         others = set(range(self._own.world_size)) - {self._own.rank}
         return sorted(others - ready)
 
+    def late(self, left: bool) -> list[PeerRecord]:
+        """Returns the records of absent workers that have come: that left, or that don't answer."""
+        came = [self.came[rank] for rank in self.absent if rank in self.came]
+        return [arrival.record for arrival in came if arrival.left is left]
+
     def complete(self) -> bool:
         """Reads the records once there is one for each rank; returns whether all are ready."""
         absent = self.absent

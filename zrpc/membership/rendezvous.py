@@ -33,7 +33,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,11 +41,11 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
-from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
+from zrpc.membership.store_request import wait_for
 
 __all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
 
@@ -56,10 +56,6 @@ _MET = "met"  # the endpoints
 _FAILED, _STRANGER = "failed", "stranger"  # the text of a RendezvousError, an AuthenticationError
 _ABANDONED = "abandoned"  # nothing
 _MAX_ROSTER_BYTES = 1 << 23  # more than 4096 records; TCPStore takes no longer entry
-# The store is polled with a pause that grows from the first number to the second. Its own wait()
-# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
-# network error, and FileStore's polls once a second.
-_PAUSE_SECONDS = (0.001, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,14 +78,6 @@ TIMING = RendezvousTiming()
 
 class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
-
-
-class _Failed(Exception):
-    """There is no mesh, and the others must be told."""
-
-    def __init__(self, error: RpcError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class _LeaderReplaced(Exception):
@@ -168,7 +156,6 @@ class _Worker:
         self._attendance = Attendance(self._entries, record, record.token)
         self._timing = timing
         self._listen = listen
-        self._next_look = time.monotonic() + timing.look_seconds
         self._failure: RpcError | None = None  # why this worker can't listen
 
     def _answer(self, records: list[PeerRecord], number: int) -> Arrival:
@@ -185,14 +172,7 @@ class _Worker:
         text = self._entries.get_or_set(key, json.dumps(finding), _MAX_ROSTER_BYTES)
         return str(_parsed(text)[0])
 
-    def _is_time_to_look(self, pause: float) -> bool:
-        now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + pause
-        return True
-
-    def _left(self, records: Iterable[PeerRecord]) -> RendezvousError:
+    def _left(self, records: list[PeerRecord]) -> RendezvousError:
         infos = [record.info for record in records]
         return RendezvousError(
             f"{self._expected} but {infos} left again, do not answer, or are from an earlier run"
@@ -215,50 +195,49 @@ class _Leader(_Worker):
         self._entries.set(_LEADER, self._record.dump())
         for number in itertools.count():
             key = f"roster/{self._record.token}/{number}"
-            try:
-                self._gather()
-                came = [attendance.came[rank] for rank in range(1, self._record.world_size)]
-                records = [arrival.record for arrival in (own, *came)]
-                tokens = {record.token for record in records}
-                met = attendance.asked[0] == tokens
-                if met:
-                    _check([own, *came], check)
-            except _Failed as failed:
-                self._tell(key, failed.error)
-                raise self._failure or failed.error from None
+            error = self._gather()
+            arrivals = [own, *(attendance.came[rank] for rank in sorted(attendance.came))]
+            records = [arrival.record for arrival in arrivals]
+            tokens = {record.token for record in records}
+            met = attendance.asked[0] == tokens
+            error = error or (_flaw(arrivals, check) if met else None)
+            if error is not None:
+                self._tell(key, error)
+                raise self._failure or error
             values = [record.endpoint if met else record.dump() for record in records]
             verb = self._decide(key, _MET if met else _ROSTER, *values)
             if verb == _MET:
                 return records
+            attendance.asked = (tokens, number) if verb == _ROSTER else (set(), -1)
             if verb == _ROSTER:
-                attendance.asked = tokens, number
                 own = self._answer(records, number)
-            else:
-                attendance.asked = set(), -1
         raise AssertionError
 
-    def _gather(self) -> None:
-        """Waits until all have come, and those in the last roster have answered it."""
+    def _gather(self) -> RpcError | None:
+        """Waits until all have come, and those in the last roster have answered it.
+
+        Returns why there can't be a mesh; None if there may be one.
+        """
         attendance, timing = self._attendance, self._timing
         pause = max(timing.look_seconds, timing.look_seconds_per_rank * self._record.world_size)
 
-        def complete() -> bool:
-            found = attendance.complete()
-            if not found and self._is_time_to_look(pause):
-                self._look_at_leader()
-                attendance.look()
-            if attendance.refused:
-                raise _Failed(attendance.mutual_refusal())
-            return found
-
-        error = None
-        if not wait_for(complete, self._deadline):
+        def look() -> None:
+            self._look_at_leader()
             attendance.look()
-            error = attendance.missing(self._expected) or self._left(
-                attendance.came[rank].record for rank in attendance.absent
-            )
-        if (error := attendance.misfit(self._expected, self._note) or error) is not None:
-            raise _Failed(error)
+
+        def done() -> bool:
+            return attendance.complete() or bool(attendance.refused)
+
+        complete = wait_for(done, self._deadline, look, pause)
+        if attendance.refused:
+            return attendance.mutual_refusal()
+        if not complete:
+            attendance.look()
+        why = attendance.misfit(self._expected, self._note)
+        if why is None and not complete:
+            late = attendance.late(False) or attendance.late(True)
+            why = attendance.missing(self._expected) or self._left(late)
+        return why
 
     def _look_at_leader(self) -> None:
         """Raises an error if another worker has taken the place of this one."""
@@ -367,12 +346,14 @@ class _Guest(_Worker):
         Raises:
             RendezvousError: another worker of this rank has come later.
         """
-        self._answered = []
+        attendance, self._answered = self._attendance, []
         if any(record.token == self._record.token for record in records):
             self._answered = records
-            self._attendance.write(self._answer(records, number))
+            attendance.asked = {record.token for record in records}, number
+            attendance.came = {0: Arrival(records[0], answers=number)}
+            attendance.write(self._answer(records, number))
         else:
-            last = self._attendance.present()
+            last = attendance.present()
             if last is not None and last.record.token != self._record.token:
                 raise self._not_unique(last.record)
 
@@ -384,17 +365,14 @@ class _Guest(_Worker):
             RendezvousError: it is too late.
         """
 
-        def written() -> bool:
-            if self._entries.check([key]):
-                return True
-            look = self._is_time_to_look(self._timing.look_seconds)
-            if look and self._find_leader() not in ("", token):
+        def look() -> None:
+            if self._find_leader() not in ("", token):
                 raise _LeaderReplaced
-            return False
 
         error: Exception
         try:
-            if wait_for(written, self._deadline):
+            seconds = self._timing.look_seconds
+            if wait_for(lambda: self._entries.check([key]), self._deadline, look, seconds):
                 return self._read(token, key)
             error = self._too_late()
         except _LeaderReplaced as replaced:
@@ -415,13 +393,15 @@ class _Guest(_Worker):
     def _too_late(self) -> RpcError:
         """Returns why there is no mesh at the deadline."""
         attendance, leaders = self._attendance, [self._leader] if self._leader else []
-        if not self._answered:
-            attendance.look()
-            attendance.read([self._record.rank])  # another worker may have the same rank
-        misfit = attendance.misfit(self._expected, self._note)
-        if misfit is None and any(leader.token in self._over for leader in leaders):
-            return self._left(leaders)
-        return misfit or attendance.missing(self._expected) or self._left(leaders)
+        attendance.look()
+        attendance.read([self._record.rank])  # another worker may have the same rank
+        if misfit := attendance.misfit(self._expected, self._note):
+            return misfit
+        if not any(leader.token in self._over for leader in leaders):
+            if missing := attendance.missing(self._expected):
+                return missing
+            leaders = attendance.late(False) or leaders + attendance.late(True)
+        return self._left(leaders)
 
     def _store_lost(self, error: Exception) -> RpcError:
         """Returns the error for a lost store, with what explains more than that."""
@@ -438,23 +418,6 @@ class _Guest(_Worker):
         return StoreLost(f"{misfit}; then the store was lost: {error}")
 
 
-def wait_for(done: Callable[[], bool], deadline: float) -> bool:
-    """Waits until ``done()``; returns False at the deadline.
-
-    Raises:
-        RendezvousError: the launcher stops all workers.
-    """
-    pause, longest = _PAUSE_SECONDS
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        if (error := stop_error()) is not None:
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    return True
-
-
 def _parsed(text: str) -> list[Any]:
     """Returns what is known at a roster, and the records or texts that belong to it."""
     try:
@@ -465,25 +428,21 @@ def _parsed(text: str) -> list[Any]:
         raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
 
 
-def _check(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> None:
-    """Raises a _Failed if these workers can't form a mesh."""
+def _flaw(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> RpcError | None:
+    """Returns why these workers can't form a mesh; None if they can."""
     by_name: dict[str, PeerRecord] = {}
     for record in (arrival.record for arrival in arrivals):
         if (other := by_name.setdefault(record.name, record)) is not record:
             ranks = f"ranks {other.rank} and {record.rank}"
-            raise _Failed(
-                RendezvousError(f"worker name {record.name} is not unique: {ranks} both have it")
-            )
+            return RendezvousError(f"worker name {record.name} is not unique: {ranks} both have it")
     for arrival in arrivals:
         if arrival.trouble:
-            record = arrival.record
-            raise _Failed(
-                RendezvousError(
-                    f"expected all workers to publish where they listen, but {record.info} on "
-                    f"{record.host} failed: {arrival.trouble}"
-                )
+            return RendezvousError(
+                f"expected all workers to publish where they listen, but {arrival.record.info} on "
+                f"{arrival.record.host} failed: {arrival.trouble}"
             )
     try:
         check([arrival.record for arrival in arrivals])
     except RpcError as error:
-        raise _Failed(error) from error
+        return error
+    return None
