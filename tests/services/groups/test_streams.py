@@ -320,6 +320,8 @@ def test_all_generators_are_closed_when_the_reader_leaves(
 def test_all_generators_are_closed_when_the_stream_is_dropped(joined: Mesh) -> None:
     made, run = taps()
     stream = zrpc.rpc_stream(zrpc.group("*"), run, args=(zrpc.each(made),), prefetch=3)
+    for tap in made:
+        tap.await_made(1)  # one that has not begun never runs
     next(stream)
     del stream
     for tap in made:
