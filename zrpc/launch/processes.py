@@ -50,8 +50,8 @@ def spawn(
         join: whether to wait until all of them have exited.
         daemon: whether they are stopped when this process exits.
         start_method: ``spawn``, ``fork`` or ``forkserver``. With ``spawn`` and ``forkserver`` the
-            processes import the main script, so call this under ``if __name__ == "__main__":``. A script from standard
-            input needs none.
+            processes import the main script, so call this under ``if __name__ == "__main__":``. A
+            script from standard input needs no guard.
 
     Returns:
         None, or without ``join`` a ``ProcessContext`` with a method ``join(timeout)``.
@@ -117,7 +117,7 @@ def _join(join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
         if error.exit_code != _NO_GUARD:
             raise
         raise RuntimeError(
-            "expected zrpc.spawn to be called under `if __name__ == \"__main__\":`, since the new "
+            'expected zrpc.spawn to be called under `if __name__ == "__main__":`, since the new '
             "processes import the main script, but it was called while they did that"
         ) from None
 
