@@ -241,7 +241,7 @@ def test_a_worker_that_joins_gets_what_its_host_has(
 ) -> None:
     keys = iter(["here", "there", "there"])
     monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: next(keys))
+    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda *_: next(keys))
     caller = elastic.join("caller")
     elastic.join("w1")
     with caller.as_current():
