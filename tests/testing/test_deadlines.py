@@ -64,16 +64,6 @@ def test_a_mesh_that_is_kept_from_cell_to_cell_is_stopped_and_its_next_use_says_
     assert cells.variables["found"] == 1
 
 
-@pytest.mark.parametrize("timeout", [0, None])
-def test_a_mesh_whose_context_manager_was_dropped_says_so(
-    cells: Cells, timeout: float | None
-) -> None:
-    cells.run(f"mesh = local_mesh(2, timeout={timeout}).__enter__()")
-    gc.collect()
-    with pytest.raises(RuntimeError, match="nothing refers to what local_mesh has returned"):
-        cells.run("mesh.run(0, max, 1, 2)")
-
-
 def test_a_stack_that_outlives_the_function_that_has_entered_keeps_a_mesh_too() -> None:
     stack = contextlib.ExitStack()
 
@@ -186,3 +176,16 @@ def test_meshes_that_end_in_any_order_leave_the_signal_as_it_was(cells: Cells) -
     cells.run("first.__exit__(None, None, None)")
     cells.run("second.__exit__(None, None, None)")
     assert signal.getsignal(signal.SIGURG) == before
+
+
+@pytest.mark.parametrize("timeout", [None, 0])
+def test_a_mesh_may_have_no_deadline(timeout: float | None) -> None:
+    with local_mesh(1, timeout=timeout) as mesh:
+        assert mesh.run(0, int) == 0
+
+
+def test_a_mesh_whose_context_manager_was_dropped_says_so() -> None:
+    mesh = local_mesh(1).__enter__()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="nothing holds its context manager any more: use"):
+        mesh.run(0, int)

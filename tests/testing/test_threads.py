@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-import signal
 import threading
 from typing import Any, NoReturn
 
@@ -45,39 +42,6 @@ def test_a_worker_runs_functions_one_after_another(mesh: Mesh) -> None:
     begin.set()
     second.result(10)
     assert order == ["first", "second"]
-
-
-@pytest.mark.parametrize("processes", [False, True])
-def test_coroutines_run_to_their_end(processes: bool, make_mesh: MakeMesh) -> None:
-    async def add(x: int) -> int:
-        return x + await zrpc.rpc_async("worker1", max, args=(1, 2))
-
-    mesh = make_mesh(2, processes=processes)
-    assert mesh.run(0, add, 5) == 7
-    assert mesh.run_all(add, 5) == [7, 7]
-
-    async def submit() -> int:
-        return await mesh.submit(0, add, 6)
-
-    assert asyncio.run(submit()) == 8
-
-
-def test_ctrl_c_notes_what_still_runs(mesh: Mesh) -> None:
-    begun, end = threading.Event(), threading.Event()
-
-    def wait() -> None:
-        begun.set()
-        end.wait(30)
-
-    main = threading.get_ident()
-    ctrl_c = functools.partial(signal.pthread_kill, main, signal.SIGINT)
-    threading.Thread(target=lambda: begun.wait(30) and ctrl_c()).start()
-    with pytest.raises(KeyboardInterrupt) as raised:
-        mesh.run(0, wait)
-    end.set()
-    [note] = raised.value.__notes__
-    assert note.startswith("worker0 (a thread) runs test_ctrl_c_notes_what_still_runs.")
-    assert note.endswith("wait, still: its next function waits for that")
 
 
 def test_the_mesh_gives_access_to_agents(mesh: Mesh) -> None:

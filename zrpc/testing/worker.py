@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from zrpc.testing.failure import add_others
-
-__all__ = ["MeshFuture", "Worker", "gather", "name_of", "result", "result_of"]
+__all__ = ["Work", "Worker"]
 
 T = TypeVar("T")
 
-# One worker's failure often makes the others fail: wait this long for their errors.
-_OTHER_FAILURES_SECONDS = 1.0
 
+class Work(Future[T]):
+    """The future of what a worker was told to do; it can also be awaited.
 
-class MeshFuture(Future[T]):
-    """A ``concurrent.futures.Future`` that coroutines can await, too. It can't be cancelled."""
+    Attributes:
+        number: for a worker that is a process: how many requests it got before this one.
+    """
+
+    number = 0
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.wrap_future(self).__await__()
@@ -42,7 +42,7 @@ class Worker(ABC):
         self.rank = rank
         # The lock guards the attributes below; no other lock is taken while it is held.
         self._lock = threading.Lock()
-        self._pending: dict[Future[Any], str] = {}
+        self._pending: dict[Work[Any], str] = {}
         self._error: BaseException | None = None
 
     @property
@@ -51,18 +51,25 @@ class Worker(ABC):
         """The worker's name and where it runs, for a reader."""
 
     @abstractmethod
-    def start(self) -> MeshFuture[Any]:
+    def start(self) -> Work[Any]:
         """Makes the worker join its mesh; the future is done when all workers have joined."""
 
     @abstractmethod
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> MeshFuture[Any]:
+    ) -> Work[Any]:
         """Queues ``fn(*args, **kwargs)``; an error has its remote traceback as cause."""
 
     @abstractmethod
-    def shutdown(self, graceful: bool) -> MeshFuture[list[str]]:
+    def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; the result lists what it left behind."""
+
+    @abstractmethod
+    def interrupt(self, work: Work[Any]) -> None:
+        """Makes room for other work if a function, whose caller was interrupted, still runs.
+
+        Does nothing if it has ended. If it has not begun, it never will.
+        """
 
     @property
     def killed(self) -> bool:
@@ -113,9 +120,9 @@ class Worker(ABC):
         for future in pending:
             future.set_exception(error)
 
-    def _new_future(self, what: str) -> MeshFuture[Any]:
+    def _new_future(self, what: str) -> Work[Any]:
         """Returns a new future for a piece of work; it has failed already if none can be done."""
-        future: MeshFuture[Any] = MeshFuture()
+        future: Work[Any] = Work()
         future.set_running_or_notify_cancel()  # work that a worker has begun can't be cancelled
         with self._lock:
             error = self._error
@@ -126,7 +133,7 @@ class Worker(ABC):
         return future
 
     def _complete(
-        self, future: Future[Any], value: Any = None, error: BaseException | None = None
+        self, future: Work[Any], value: Any = None, error: BaseException | None = None
     ) -> None:
         """Completes a future, unless `fail_waits` came first."""
         with self._lock:
@@ -141,36 +148,3 @@ class Worker(ABC):
 def name_of(fn: Callable[..., Any]) -> str:
     """Returns the name of a function, for a reader."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
-
-
-def result_of(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the result of a function, or of the coroutine that it makes; runs on the worker."""
-    result = fn(*args, **kwargs)
-    return asyncio.run(result) if inspect.iscoroutine(result) else result
-
-
-def gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
-    """Returns the results of all futures; raises the first failure, which names the others."""
-    __tracebackhide__ = True
-    done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-    first = next((f for f in futures if f in done and f.exception() is not None), None)
-    if first is not None:
-        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
-        others = {
-            worker.label: error
-            for worker, future in zip(workers, futures, strict=True)
-            if future is not first and future.done() and (error := future.exception())
-        }
-        error = first.exception()
-        assert error is not None  # that is how it was chosen
-        raise add_others(error, others)
-    return [future.result() for future in futures]
-
-
-def result(future: Future[T]) -> T:
-    """Returns ``future.result()``; an error's traceback shows the worker's frames only."""
-    __tracebackhide__ = True
-    error = future.exception()
-    if error is not None:
-        raise error
-    return future.result()
