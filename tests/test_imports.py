@@ -98,7 +98,7 @@ _SURFACE = {
         queue.service rref.rref rref.service shm.segments shm.service streams.service
         streams.stream tracing.service weights.publisher weights.service weights.subscriber""",
     "zrpc.launch": """. child console descriptors interpreter line_splitter output port roles
-        starter task terminal throttle worker""",
+        starter store task terminal throttle worker""",
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

@@ -16,7 +16,7 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON, pending, until
 from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
@@ -97,20 +97,6 @@ def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
 
     ends = [in_thread(mesh, 0, partial(go_on, make)) for make in CALLS]
     begun.wait(SOON)
-    shut_down(mesh)
-    for each in ends:
-        assert isinstance(each.result(SOON), rpc.NotInitializedError)
-
-
-@pytest.mark.zrpc(workers=3)
-def test_threads_of_all_workers_that_call_each_other_get_errors(mesh: Mesh) -> None:
-    peers = [(rank, peer, pause) for rank in range(3) for peer in range(3) for pause in (0, 0.001)]
-    ends = [
-        in_thread(mesh, rank, lambda peer=peer, pause=pause: until_refused(  # type: ignore[misc]
-            lambda: rpc.rpc_sync(peer, echo, (1,)), pause
-        ))
-        for rank, peer, pause in peers
-    ]  # fmt: skip
     shut_down(mesh)
     for each in ends:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
@@ -319,6 +305,41 @@ def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh, gate: Gate) 
     with when_all_leave(mesh, gate):
         pass
     assert waiting.result(SOON) == 7
+
+
+class Slow:
+    """Takes long to be read."""
+
+    read, go = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> Any:
+        return read_slowly, ()
+
+
+def read_slowly() -> None:
+    Slow.read.set()
+    assert Slow.go.wait(SOON)
+
+
+def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh) -> None:
+    """Its callbacks may call."""
+
+    def wait() -> Any:
+        call = rpc.rpc_async(1, Slow)
+        chained = call.then(lambda _: rpc.rpc_sync(1, echo, (7,)))
+        call.wait()
+        return chained.wait()
+
+    waiting = in_thread(mesh, 0, wait)
+    assert Slow.read.wait(SOON)
+    ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+    try:
+        assert pending(ends[0], 0.3)
+    finally:
+        Slow.go.set()
+    assert waiting.result(SOON) == 7
+    for end in ends:
+        end.result(SOON)
 
 
 @pytest.mark.system

@@ -43,6 +43,20 @@ class Box(Box):
     def get(self):
         return "new", self.value
 zrpc.rpc_sync("learner0", work, args=(4,)), zrpc.remote(0, Box, args=(6,)).rpc_sync().get()""",
+    "module": """
+%load_ext autoreload
+%autoreload 2
+import pathlib
+file = pathlib.Path("edited_by_the_notebook.py")
+file.write_text("def version(): return 1")
+import edited_by_the_notebook as edited
+zrpc.rpc_sync("rollout0", edited.version)""",
+    "edit": """
+file.write_text("def version(): return 'another'")
+later = time.time() + 5
+os.utime(file, (later, later))""",
+    "edited": """
+edited.version(), zrpc.rpc_sync("rollout0", edited.version)""",
     "await": """
 await zrpc.rpc_async("rollout0", work, args=(1,))""",
     "home": """
@@ -87,7 +101,7 @@ print(mesh.pids["worker0"])""",
 
 
 @pytest.fixture(scope="module")
-def cells() -> dict[str, Any]:
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the cells have shown, by their names."""
     made = {name: nbformat.v4.new_code_cell(source) for name, source in _CELLS.items()}
     notebook = nbformat.v4.new_notebook(cells=list(made.values()))
@@ -100,7 +114,14 @@ def cells() -> dict[str, Any]:
             return output
 
     interrupts: list[Any] = []
-    Client(notebook, timeout=SECONDS, allow_errors=True, kernel_name="python3").execute()
+    resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+    Client(
+        notebook,
+        timeout=SECONDS,
+        allow_errors=True,
+        kernel_name="python3",
+        resources=resources,
+    ).execute()
     return {name: _Shown(cell) for name, cell in made.items()}
 
 
@@ -124,6 +145,13 @@ def test_functions_and_classes_of_cells_run_on_workers_and_print_in_the_cell(
 
 def test_functions_and_classes_can_be_redefined(cells: dict[str, Any]) -> None:
     assert cells["redefined"].result == "(('new', 12), ('new', 6))"
+
+
+def test_a_module_that_is_edited_is_reported_once(cells: dict[str, Any]) -> None:
+    assert cells["module"].result == "1"
+    assert cells["edited"].result == "('another', 1)"
+    told = "the module edited_by_the_notebook was edited. Workers that have imported it run its old"
+    assert [name for name, cell in cells.items() if told in cell.stderr] == ["edited"]
 
 
 def test_cells_may_await(cells: dict[str, Any]) -> None:

@@ -437,6 +437,11 @@ class Caller:
         if call is not None:
             call.take_back()
 
+    def describe(self, call: PendingCall) -> str:
+        """Returns what a call that a future stands for is of, and to which worker."""
+        verb = "rpc_async()." if call.kind == Kind.METHOD else "rpc_async "
+        return f"{verb}{call.title} → {self._membership.infos[call.peer].name}"
+
     def _undo(self, call: PendingCall) -> None:
         # What went to a member that is lost is undone by the services.
         if call.peer not in self._membership.lost:

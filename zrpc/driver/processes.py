@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -13,9 +14,12 @@ from types import MappingProxyType
 
 from zrpc.agent.agent import Agent
 from zrpc.driver.console import StreamConsole
+from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
+from zrpc.driver.suspension import Suspension
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.interpreter import check_not_imported
 from zrpc.launch.line_splitter import LineSplitter
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
@@ -59,18 +63,20 @@ class WorkerProcesses:
     def __init__(self, roles: Roles, env: Mapping[str, str], max_restarts: int) -> None:
         self._roles = roles
         self._max_restarts = max_restarts
+        # As they are now, also for workers that are started again.
+        self._cwd = os.getcwd()
+        self._sys_path = [os.path.abspath(entry) for entry in sys.path]
         self._base = base_environment(len(roles), env)
         self._starter = Starter(start_method(), env=self._base)
         names = [member.name for member in roles]
         self._output = Output(StreamConsole(labels=names), make_splitter=_splitter_for(len(roles)))
         self._port = ReservedPort()  # for process groups of the workers
-        # As they are now, also for workers that are started again.
-        self._cwd = os.getcwd()
-        self._sys_path = [os.path.abspath(entry) for entry in sys.path]
         # Of the present processes, by process id. The thread alone changes it once it runs.
         self._workers: dict[int, Worker] = {}
         self._agent: Agent | None = None  # the driver's, once all have joined
         self._closing = self._killing = False
+        self._end_reports: Callable[[], None] = _nothing
+        self._suspension = Suspension(self._send)
         self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
 
     @property
@@ -125,10 +131,15 @@ class WorkerProcesses:
     def begin_reports(self, agent: Agent) -> None:
         """Reports, or starts again, workers that exit from now on: all have joined the driver."""
         self._agent = agent
+        self._end_reports = tell_of_edits(self._output.notice)
+        self._suspension.begin()
 
     def end_restarts(self) -> None:
         """Expects all workers to exit from now on; only failures are reported."""
         self._closing = True
+        self._end_reports()
+        self._end_reports = _nothing
+        self._suspension.end()
 
     def _leave(self) -> bool:
         """Whether the workers leave with the driver."""
@@ -142,7 +153,7 @@ class WorkerProcesses:
                     worker = self._workers.pop(found.pid)
                     worker.returncode = found.returncode
                     self._on_exit(worker)
-        except (LaunchError, OSError) as error:
+        except LaunchError as error:
             self._workers.clear()  # the server has killed them, or they have died with it
             if not self._leave():
                 self._output.notice(f"zrpc: all workers are lost: {error}")
@@ -161,9 +172,18 @@ class WorkerProcesses:
         elif failed and worker.restarts < self._max_restarts:
             count = f"restart {worker.restarts + 1} of {self._max_restarts}"
             self._output.notice(f"zrpc: {what}; starting it again ({count})")
-            self._start_worker(worker.rank, worker.restarts + 1)
+            try:
+                self._start_worker(worker.rank, worker.restarts + 1)
+            except (LaunchError, OSError) as error:  # no descriptors are left, for example
+                self._output.notice(f"zrpc: {name} can't be started again: {error}")
         else:
             self._output.notice(f"zrpc: {what}; calls to it raise WorkerDied")
+
+    def _send(self, number: int) -> None:
+        """Sends a signal to all workers, and to the processes in their groups."""
+        for pid in [*self._workers]:
+            with contextlib.suppress(LaunchError):
+                self._starter.send_signal(pid, number, group=True)
 
     def stop(self, hurried: bool) -> None:
         """Waits for the workers to exit, kills those that don't soon, and releases everything.
@@ -178,14 +198,16 @@ class WorkerProcesses:
             if self._thread.ident is not None:
                 self._thread.join(_HURRIED_EXIT_SECONDS if hurried else _EXIT_SECONDS)
                 self._killing = True
-                for pid in [*self._workers]:
-                    with contextlib.suppress(LaunchError):
-                        self._starter.send_signal(pid, 9, group=True)
+                self._send(signal.SIGKILL)
                 self._thread.join(_KILL_SECONDS)
         finally:
             self._starter.close()
             self._port.close()
             self._output.drain(_DRAIN_SECONDS)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter]:
@@ -199,11 +221,13 @@ def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter
 
 
 def check_interpreter() -> None:
-    """Checks that this program can start workers.
+    """Checks that this process can start workers, and should.
 
     Raises:
         RpcError: it is frozen, so that its executable is no interpreter.
+        RuntimeError: it is a child that imports the main script.
     """
+    check_not_imported("zrpc.start_mesh")
     if getattr(sys, "frozen", False):
         raise RpcError(
             "start_mesh starts workers by the interpreter that runs this program, but the program "

@@ -8,7 +8,8 @@ What it can't do:
 
 - Backward passes on ``fake:1``: torch has one thread for devices of this kind. On ``fake:0`` they
   need a process that has made none before ``fake_device``, such as a new worker process: torch
-  starts its threads before the first one. An exception in a hook or node there ends the process.
+  starts its threads before the first one. An exception in a hook or node there ends the process,
+  in torch.
 - Sparse tensors on ``fake:1``, quantized and nested tensors, and pinned memory.
 """
 

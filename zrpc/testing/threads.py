@@ -205,6 +205,9 @@ class ThreadWorker(Worker):
                 error = without_frames(e, 2)
                 attribute(error, self.label, traceback_of(error))
             self._complete(future, value, error)
+            with self._lock:
+                if self._current is future:
+                    self._current = None
             # Otherwise these objects would live until the next task.
             del task, future, work, value, error
             if threading.current_thread() is not self._thread:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -77,11 +75,8 @@ def comes_back() -> int:
 
 
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_a_pool_whose_only_thread_waits(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    used = itertools.count()
-    monkeypatch.setattr(
-        "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
-    )
+@pytest.mark.usefixtures("seems_to_work")
+def test_a_pool_whose_only_thread_waits(mesh: Mesh) -> None:
     waits = mesh.submit(0, zrpc.rpc_sync, "worker1", waits_unseen)
     lines = awaited(mesh, Report.cycles)
     assert "runs comes_back for worker1 (rank 1), waits for max at worker1 (rank 1)" in lines[1]
@@ -179,7 +174,7 @@ def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
     assert "nothing to do (--all shows them)" in callee
     everything = "\n".join(Report(view, idle=True).worker(view.snapshots[1]))
     assert "Thread zrpc-worker1-io-" in everything
-    assert re.search(r"in HandlerPool\._run|in LeaderFollower\._lead", everything)
+    assert "zrpc/runtime/" in everything.split("Thread zrpc-worker1-io-")[1]
     assert json.loads(json.dumps(report.as_dict()))["workers"][0]["name"] == "worker0"
     door.opened.set()
     assert [future.wait() for future in futures] == ["in"] * 3

@@ -44,8 +44,8 @@ class Violation(AssertionError):
 class Network:
     """Some workers, what is under way between them, and who holds what."""
 
-    def __init__(self, size: int, machine: type[References] = References) -> None:
-        self.machines = [machine(rank) for rank in range(size)]
+    def __init__(self, size: int) -> None:
+        self.machines = [References(rank) for rank in range(size)]
         self.under_way: list[Packet] = []
         self.handles: list[Handle] = []
         self.dead: set[int] = set()
@@ -282,11 +282,9 @@ def schedules(steps: tuple[str, ...]) -> st.SearchStrategy[list[Step]]:
     return st.integers(0, 60).flatmap(lambda size: st.lists(step, min_size=size, max_size=size))
 
 
-def run(
-    size: int, schedule: list[Step], seed: int, machine: type[References] = References
-) -> Network:
+def run(size: int, schedule: list[Step], seed: int) -> Network:
     """Runs a schedule and then everything to its end."""
-    network = Network(size, machine)
+    network = Network(size)
     for what, first, second in schedule:
         _step(network, what, first, second)
     network.finish(random.Random(seed))

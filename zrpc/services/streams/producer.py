@@ -190,7 +190,7 @@ class Producer:
                 self.name,
             )
         elif not isinstance(error, (asyncio.CancelledError, RpcCancelledError)):
-            self._agent.callee.report_failure(error)
+            self._agent.callee.report_failure(error, self.name)
 
 
 class PlainProducer(Producer):
