@@ -34,7 +34,7 @@ from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
-from zrpc.calls.unmapped import with_argument
+from zrpc.calls.unmapped import name_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
@@ -45,7 +45,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
-from zrpc.wire.devices import DeviceMap, UnmappedDevice
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
@@ -250,9 +250,7 @@ class Caller:
         if self.recorder is not None or profiler._is_profiler_enabled or API in sys.modules:
             ends = self._membership.info.name, to.name
             observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
-        encoder = self._codec.encoder(to.member_id)
-        if devices is not None:
-            encoder.devices = devices
+        encoder = self._codec.encoder(to.member_id, devices)
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:
@@ -281,9 +279,7 @@ class Caller:
             encoder.abort()
             if observation is not None:
                 observation.end()
-            if isinstance(error, UnmappedDevice):
-                same = partial(self._codec.encoder, to.member_id)
-                raise with_argument(error, obj, same) from None
+            name_argument(error, obj, partial(self._codec.encoder, to.member_id))
             raise
         return call, message
 

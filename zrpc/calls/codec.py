@@ -13,6 +13,7 @@ from zrpc import stand_in
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.errors import RpcError, SerializationError, raised_by_function
 from zrpc.membership.view import Membership
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.graph_capture import constant_of, is_tracing
 from zrpc.wire.kind import Tag
@@ -72,8 +73,13 @@ class Codec:
         """Returns whether this thread's messages are within one; see `contexts`."""
         return any(context() is not None for context in self._contexts)
 
-    def encoder(self, member: MemberId) -> Encoder:
-        """Returns an encoder of a request to a member."""
+    def encoder(self, member: MemberId, devices: DeviceMap | None = None) -> Encoder:
+        """Returns an encoder of a request to a member.
+
+        Args:
+            member: the member.
+            devices: where tensors arrive, if not by the device map for the member.
+        """
         encoder = Encoder(self._owner, member, self._membership.same_main[member])
         for context in self._contexts:  # not by any(), which takes longer: for each message
             if context() is not None:
@@ -82,6 +88,8 @@ class Codec:
             encoder.devices, encoder.memory = maps[0], self._memory
             if maps[0].current:
                 encoder.finishers = [*encoder.finishers, _mark_device]
+        if devices is not None:
+            encoder.devices = devices
         return encoder
 
     def answer_encoder(self, request: Message) -> Encoder:

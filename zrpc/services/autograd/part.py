@@ -170,9 +170,7 @@ class RunningPart:
         message = Message(Kind.GRADIENT)
         if any(gradient is not None for gradient in gradients):
             with in_context(None):
-                encoder = self._agent.codec.encoder(peer)
-                encoder.devices = TO_CPU
-                encoder.pack(without_gaps(gradients), message)
+                self._agent.codec.encoder(peer, TO_CPU).pack(without_gaps(gradients), message)
         message.extensions = [*message.extensions, self._extension(send_id)]
         self._agent.outbox.post(peer, message)
 

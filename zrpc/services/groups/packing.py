@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import name_of
-from zrpc.calls.unmapped import with_argument
+from zrpc.calls.unmapped import name_argument
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
@@ -195,7 +195,8 @@ class Bodies:
         except UnmappedDevice as error:
             same = partial(PartEncoder, service.agent, form.same_main, in_graph, form.devices)
             call = (self.name, *obj[1:]) if isinstance(obj, tuple) else obj
-            raise with_argument(error, call, same) from None
+            name_argument(error, call, same)
+            raise
 
     def _find_shared(self, holes: Sequence[Any]) -> None:
         found = {id(hole): hole for hole in holes if isinstance(hole, Share)}
