@@ -48,8 +48,12 @@ nitpick_ignore_regex = [
     ("py:class", r"zrpc\..*\._?[A-Z]"),
     # The types of decorators and of what they return.
     ("py:class", r"zrpc\.functions\._(Later|OfLists)"),
+    # The futures of `Mesh.submit`.
+    ("py:class", r"zrpc\.testing\.worker\.Work"),
     # The proxies of RRefs.
     ("py:class", r"zrpc\.services\.rref\.proxy\.Proxy"),
+    # A future of concurrent.futures that can be awaited.
+    ("py:class", r"zrpc\.testing\.worker\.MeshFuture"),
     ("py:exc", r"(?!zrpc\.).*"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),

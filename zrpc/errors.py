@@ -31,6 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 __all__ = [
     "AuthenticationError",
@@ -268,12 +269,24 @@ def of_lost_message(text: str, executed: bool | None) -> RpcError:
     return error
 
 
+_START_MESH = "or zrpc.start_mesh in a program or a notebook that starts its own workers."
+# What a thread that is no worker may do, by what lets it: a mesh of this process. Entries of one
+# that is collected vanish.
+_advice: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+
+
+def advise(owner: object, text: str | None) -> None:
+    """Ends the errors of `not_initialized` with a text while ``owner`` lives; None removes it."""
+    if text is None:
+        _advice.pop(owner, None)
+    else:
+        _advice[owner] = text
+
+
 def not_initialized() -> NotInitializedError:
     """Returns the error of a call in a process, or a context, without an agent."""
-    return NotInitializedError(
-        "RPC has not been initialized. Call zrpc.init_rpc first, or zrpc.start_mesh in a program "
-        "or a notebook that starts its own workers."
-    )
+    advice = next(iter(list(_advice.values())), _START_MESH)
+    return NotInitializedError(f"RPC has not been initialized. Call zrpc.init_rpc first, {advice}")
 
 
 def has_shut_down() -> NotInitializedError:

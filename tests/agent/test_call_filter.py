@@ -103,8 +103,9 @@ def test_attribute_of_the_program_is_kept(mesh: Mesh, seen: dict[str, Any]) -> N
 def test_record_of_zrpc_has_them_without_the_filter(
     mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "zrpc.calls.callee")
     with pytest.raises(ValueError, match="of its own"):
         mesh.run(0, zrpc.rpc_sync, 1, fails)
-    [record] = [each for each in caplog.records if "a call failed" in each.getMessage()]
+    [record] = [each for each in caplog.records if "a call of fails failed" in each.getMessage()]
     assert record.name.startswith("zrpc.")
     assert tags(record) == ("1", "worker1", "fails", "worker0")

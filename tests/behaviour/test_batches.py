@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -284,16 +285,17 @@ def test_an_exception_in_the_list_is_raised_by_its_own_call(shared: Mesh) -> Non
 def test_what_the_function_raises_all_calls_raise_and_it_is_logged_once(
     shared: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "zrpc.calls.callee")
     rrefs = [rpc.remote(1, raises, (1,)), rpc.remote(1, raises, (2,))]
     for rref in rrefs:
         with pytest.raises(KeyError):
             rref.to_here()
-    assert caplog.text.count("a call failed") == 1
+    assert caplog.text.count("a call of raises failed") == 1
     for future in call_all(raises, 1, 2):
         with pytest.raises(KeyError) as info:
             future.wait()
         assert sorted(info.value.args) == [1, 2]
-    assert caplog.text.count("a call failed") == 2
+    assert caplog.text.count("a call of raises failed") == 2
 
 
 @pytest.mark.parametrize("result", [[1, 2, 3], [], None, 5])

@@ -27,19 +27,42 @@ _format = logging.Formatter("%(message)s").format
 
 
 def _records(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
-    return [r for r in caplog.records if r.levelno >= logging.ERROR and text in _format(r)]
+    return [r for r in caplog.records if text in _format(r)]
 
 
 def test_the_callee_logs_a_failed_handler_once(
     shared: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.DEBUG, "zrpc.calls.callee")
     for call in WAYS:
         text = f"of its own {id(call)}"
         with pytest.raises(ValueError, match="of its own"):
             call(1, fail, (ValueError(text),))
         (record,) = _records(caplog, text)
-        assert "WorkerInfo(id=1, name=worker1)" in record.getMessage()
+        assert "On WorkerInfo(id=1, name=worker1): a call of fail failed" in record.getMessage()
         assert record.name.startswith("zrpc")
+        # Perhaps nobody uses the value of an RRef, and learns of the error.
+        told = call is not WAYS[-1]
+        assert record.levelno == (logging.DEBUG if told else logging.ERROR)
+
+
+def _fail_when_cancelled() -> None:
+    call = rpc.current_call()
+    assert call is not None
+    call.wait_cancelled(30)
+    raise KeyError("after the caller has gone")
+
+
+def test_an_error_that_nobody_can_be_told_is_logged_as_one(
+    shared: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    future = rpc.rpc_async(1, _fail_when_cancelled)
+    until(lambda: shared.agent(1).pool.active)
+    future.cancel()
+    until(lambda: bool(_records(caplog, "after the caller has gone")))
+    (record,) = _records(caplog, "after the caller has gone")
+    assert record.levelno == logging.ERROR
+    assert "a call of _fail_when_cancelled failed" in record.getMessage()
 
 
 def test_a_log_that_fails_costs_no_answer_and_no_thread(

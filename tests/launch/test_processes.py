@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,32 @@ def run(*command: str, **env: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+_UNGUARDED = """
+import os
+import zrpc
+
+zrpc.spawn(os.getpid)
+"""
+
+
+def test_a_call_without_a_main_guard_is_explained_in_a_sentence(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_UNGUARDED)
+    done = subprocess.run(
+        [warm_commands().python, str(script)], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 1
+    assert 'put the call under `if __name__ == "__main__":`' in done.stderr
+
+
+def test_a_script_from_standard_input_is_explained_in_a_sentence() -> None:
+    done = subprocess.run(
+        [sys.executable, "-"], input=_UNGUARDED, capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 1
+    assert "import the main script, but <stdin> is no file: put" in done.stderr
 
 
 def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -175,3 +176,16 @@ def test_meshes_that_end_in_any_order_leave_the_signal_as_it_was(cells: Cells) -
     cells.run("first.__exit__(None, None, None)")
     cells.run("second.__exit__(None, None, None)")
     assert signal.getsignal(signal.SIGURG) == before
+
+
+@pytest.mark.parametrize("timeout", [None, 0])
+def test_a_mesh_may_have_no_deadline(timeout: float | None) -> None:
+    with local_mesh(1, timeout=timeout) as mesh:
+        assert mesh.run(0, int) == 0
+
+
+def test_a_mesh_whose_context_manager_was_dropped_says_so() -> None:
+    mesh = local_mesh(1).__enter__()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="nothing holds its context manager any more: use"):
+        mesh.run(0, int)

@@ -18,7 +18,7 @@ from zrpc.nn import RemoteModule
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.group import RRefGroup, WorkerGroup
 from zrpc.testing import Mesh
-from zrpc.testing.plugin import MakeMesh
+from zrpc.testing.plugin import MakeMesh, MeshFactory
 
 T = TypeVar("T")
 
@@ -330,10 +330,14 @@ def modules() -> None:
     RemoteModule("worker1", 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
-def fixtures(mesh: Mesh, make_mesh: MakeMesh) -> None:
+def fixtures(mesh: Mesh, make_mesh: MakeMesh, mesh_factory: MeshFactory) -> None:
     assert_type(mesh.run(0, length, "a"), int)
     assert_type(mesh.run_all(length, "a"), list[int])
-    mesh.run(0, length, 1)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    assert_type(mesh.run(0, length_later, "a"), int)
+    assert_type(mesh.run_all(length_later, "a"), list[int])
+    assert_type(mesh.submit(0, length_later, "a").result(), int)
+    assert_type(mesh_factory(3, processes=True), Mesh)
+    mesh.run(0, length, 1)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     assert_type(make_mesh(3, processes=True), Mesh)
     with zrpc.local_mesh(2) as local:
         assert_type(local, Mesh)

@@ -13,7 +13,7 @@ from typing import Any
 from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
-from zrpc.calls.function_names import name_of_function
+from zrpc.calls.function_names import handler_name, name_of_function
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.observation import handler_profile, profiler
 from zrpc.calls.outbox import Outbox
@@ -25,6 +25,7 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
@@ -58,7 +59,11 @@ class Callee:
         counts: of the requests that have run.
         recorder: records them while a trace is on; else None.
         deferrals: what takes over the calls of marked functions, by the type of the mark.
+        prints_all: whether an error is logged as one also if its caller gets it. The callee of
+            torch prints all, so `zrpc.drop_in` sets it for all callees.
     """
+
+    prints_all = False
 
     def __init__(
         self,
@@ -155,9 +160,19 @@ class Callee:
         self.deferrals[type(deferral)](request, sink or self, deferral, call)
 
     def answer(
-        self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
+        self,
+        request: Message,
+        value: Any,
+        extension: tuple[int, bytes] | None = None,
+        devices: DeviceMap | None = None,
     ) -> bool:
         """Answers a request with a value, or with an error if it can't be pickled.
+
+        Args:
+            request: the request.
+            value: the value.
+            extension: added to the answer.
+            devices: where tensors arrive, if not by the device map of the caller.
 
         Returns:
             Whether the value was sent, as far as is known here.
@@ -170,6 +185,8 @@ class Callee:
         encoder = None
         if value is not None or (request.attachments and self._codec.in_context(request)):
             encoder = self._codec.answer_encoder(request)
+            if devices is not None:
+                encoder.devices = devices
         try:
             if encoder is None:
                 reply.body = NONE
@@ -197,9 +214,10 @@ class Callee:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
         expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
+        cancelled = request.scope.cancelled
         try:
-            if report and not (expected and request.scope.cancelled):
-                self.report_failure(error)
+            if report and not (expected and cancelled):
+                self.report_failure(error, handler_name(request), told=not cancelled)
         finally:  # also if there is no memory for the log
             uncalled = request.scope.function is None and was_not_executed(error)
             self.answer_error(request, error, UNCALLED if uncalled else extensions)
@@ -248,13 +266,24 @@ class Callee:
         if self.recorder is not None:
             self.recorder.on_handled(request, started, now, error is not None)
 
-    def report_failure(self, error: BaseException) -> None:
-        """Logs that a handler failed, and calls `on_failure`, unless this worker is closed."""
+    def report_failure(self, error: BaseException, name: str, told: bool = False) -> None:
+        """Logs that a function failed, and calls `on_failure`, unless this worker is closed.
+
+        Args:
+            error: what it has raised.
+            name: the function's.
+            told: whether its caller gets the error.
+        """
         if self._outbox.closed:
             return
         # As text: a stored log record must not keep the handler's arguments alive.
-        text = traceback_of(error).rstrip()
-        logger.error("On %s: a call failed\n%s", self._membership.info, text)
+        where = self._membership.info
+        if not told or self.prints_all:
+            text = traceback_of(error).rstrip()
+            logger.error("On %s: a call of %s failed\n%s", where, name, text)
+        elif logger.isEnabledFor(logging.DEBUG):
+            text = traceback_of(error).rstrip()
+            logger.debug("On %s: a call of %s failed; its caller is told\n%s", where, name, text)
         self._on_failure(error)
 
     def drop_abandoned(self) -> None:

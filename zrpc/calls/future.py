@@ -7,6 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
+from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from zrpc.calls import trampoline
 from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
-from zrpc.calls.pending_call import PendingCall
+from zrpc.calls.pending_call import PendingCall, State
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (
@@ -58,6 +59,9 @@ class Calling(Protocol):
     def in_next_turn(self, errand: Callable[[], object]) -> None:
         """Runs a job in the I/O thread soon. Takes no locks."""
 
+    def describe(self, call: PendingCall) -> str:
+        """Returns what a call is of, and to which worker."""
+
 
 def _no_source() -> None:
     """The source of a future that was not made by `then`."""
@@ -95,6 +99,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         "_call",
         "_calling",
         "_cancelled",
+        "_failed",
         "_followed",
         "_gate",
         "_kept",
@@ -102,6 +107,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         "_source",
     )
 
+    _failed: str  # only if it has: the name of the error's class
     _kept: KeptError  # only if the future has one
     _calling: Calling  # only if it was made by `of_call`
 
@@ -135,6 +141,24 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         future._call = call
         call.follower = future
         return future
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._summary()})"
+
+    def _summary(self) -> str:
+        call = self._call  # another thread may complete it meanwhile
+        if self._cancelled:
+            return "cancelled"
+        if super().done():
+            return f"failed: {self._failed}" if hasattr(self, "_failed") else "done"
+        if call is None:
+            return "pending"
+        age = (
+            "answered"
+            if call.state >= State.UNSENT
+            else f"pending {monotonic() - call.begun:.1f} s"
+        )
+        return f"{self._calling.describe(call)}, {age}"
 
     def wait(self) -> T:
         """Waits for the value and returns it, or raises the error of the call."""
@@ -236,6 +260,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
                 return False
             if error is not None:
                 self._kept = KeptError([error])
+                self._failed = self._kept.failure.name
                 self._set_unwrap_func(self._kept.failure.raise_it)
             self._set(result)
             return True
@@ -281,6 +306,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
 
     def _fail(self, failure: Failure) -> None:
         """Completes the future with an error."""
+        self._failed = failure.name
         self._set_unwrap_func(failure.raise_it)
         self._set(None)  # type: ignore[arg-type]
 

@@ -44,6 +44,11 @@ class Failure:
         self._for_log = for_log
         self.seen = False
 
+    @property
+    def name(self) -> str:
+        """The name of the error's class."""
+        return type(self._for_log).__name__
+
     def raise_it(self, _: Any) -> None:
         """Raises the error, because its value was asked for."""
         self.seen = True

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
+from zrpc.launch.interpreter import check_not_imported
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.worker import EnvironmentTemplate, base_environment
 
@@ -55,6 +56,8 @@ def spawn(
             message has its traceback. It is torch's, as is the next one.
         ProcessExitedException: a process has exited with another code than 0.
         ValueError: ``nprocs`` is below 1.
+        RuntimeError: the processes would call this again as they import the main script, or can't
+            import it, since it is read from standard input. `zrpc.start_mesh` needs no import.
 
     Call it in the main thread. With more than one process, each has one thread for torch's
     operators, unless ``OMP_NUM_THREADS`` is set.
@@ -74,6 +77,8 @@ def spawn(
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
+    if start_method != "fork":
+        _check_main()
     port = ReservedPort()
     template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
     base = base_environment(nprocs, {})
@@ -91,6 +96,18 @@ def spawn(
     while not context.join():
         pass
     return None
+
+
+def _check_main() -> None:
+    """Raises a RuntimeError if new processes can't import the main script, or are doing so."""
+    check_not_imported("zrpc.spawn")
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    if file and getattr(main, "__spec__", None) is None and not os.path.exists(file):
+        raise RuntimeError(
+            f"the processes of zrpc.spawn import the main script, but {file} is no file: put the "
+            "script in one, or use start_method='fork' or zrpc.start_mesh"
+        )
 
 
 def _run(

@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 
+from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
 
@@ -40,6 +41,7 @@ class PeerRecord:
     host: str = ""  # its host's name, for errors
     pid: int = 0  # its process there, for errors
     local_world_size: int = 0  # how many workers its host has; 0 if the engine doesn't say
+    devices: str = ""  # its devices and device maps, see `DeviceSettings`; empty if it has none
     version: str = ""  # of zrpc
     heartbeat_timeout: float = 0.0  # see the options; the same for all workers of a mesh
 
@@ -67,6 +69,7 @@ class PeerRecord:
         record = cls(**values)
         if not is_token(record.token):
             raise ValueError(f"a peer record has a wrong token: {record.token!r}")
+        DeviceSettings.parse(record.devices)
         try:
             record.info  # noqa: B018  # it checks the name
         except RuntimeError as error:

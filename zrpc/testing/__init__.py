@@ -1,7 +1,8 @@
 """Meshes of zrpc workers for tests: as threads of one process, or as processes.
 
 pytest loads the plugin `zrpc.testing.plugin` automatically. It provides the fixtures ``mesh``,
-``make_mesh`` and ``no_leaks``, and the marker ``zrpc``. Outside of pytest, use `local_mesh`.
+``make_mesh``, ``mesh_factory`` and ``no_leaks``, and the marker ``zrpc``. Outside of pytest, use
+`local_mesh`.
 
 Importing this package imports neither torch nor zmq; its names are imported when first used.
 Other rooms may import these names, `startup`, `watchdog`, `procfs`, `served` and `faults`.

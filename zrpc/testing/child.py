@@ -15,9 +15,11 @@ The requests, and the replies in the order of the requests:
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import copyreg
 import faulthandler
+import inspect
 import os
 import pickle
 import signal
@@ -31,13 +33,16 @@ from typing import Any, NoReturn
 from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
+from zrpc.testing.procfs import read_text
 from zrpc.testing.served import serve
 from zrpc.wire.pickling import dumps
 
-__all__ = ["STACKS_SIGNAL", "WorkerSettings", "main"]
+__all__ = ["INTERRUPT_SIGNAL", "STACKS_SIGNAL", "WorkerSettings", "main"]
 
 # Makes the process write the stacks of all threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR1
+# Makes it interrupt the function whose number is in a file, if that still runs.
+INTERRUPT_SIGNAL = signal.SIGUSR2
 # pytest's exceptions that claim to be built in, so that no pickle finds them by their names.
 _OUTCOMES = ("Skipped", "Failed")
 
@@ -53,6 +58,8 @@ class WorkerSettings:
         options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
         socket: the descriptor of the socket for requests and replies.
         stacks_path: the file to which stacks are written on `STACKS_SIGNAL`.
+        interrupts_path: the file with the numbers of the functions to interrupt, a line each.
+        fake_device: whether it has the fake device.
     """
 
     name: str
@@ -61,6 +68,8 @@ class WorkerSettings:
     options: Mapping[str, Any]
     socket: int
     stacks_path: str
+    interrupts_path: str
+    fake_device: bool
 
 
 def main(settings: WorkerSettings) -> NoReturn:
@@ -101,7 +110,12 @@ class _WorkerProcess:
         faulthandler.enable()
         stacks = os.open(settings.stacks_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {STACKS_SIGNAL})  # it may have been blocked
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, {STACKS_SIGNAL, INTERRUPT_SIGNAL}
+        )  # may be blocked
+        signal.signal(INTERRUPT_SIGNAL, self._on_interrupt)
+        self._requests = 0  # that have been served
+        self._calling = False  # whether a function runs
         self._before = Resources.now()
 
     def do(self, request: str, *args: Any) -> bytes:
@@ -110,6 +124,8 @@ class _WorkerProcess:
             value = getattr(self, f"_{request}")(*args)
         except BaseException as error:  # SystemExit and pytest's outcomes too go to the test
             return _failure(error)
+        finally:
+            self._requests += 1
         try:
             data: bytes = dumps((True, value))
         except Exception as error:
@@ -120,6 +136,8 @@ class _WorkerProcess:
         from zrpc import api
         from zrpc.options import ZmqRpcBackendOptions
 
+        if self._settings.fake_device:  # the options may name it
+            import_module("zrpc.testing.device").fake_device()
         api.init_rpc(
             self._settings.name,
             rank=self._settings.rank,
@@ -129,7 +147,21 @@ class _WorkerProcess:
 
     def _call(self, pickled: bytes) -> Any:
         fn, args, kwargs = pickle.loads(pickled)
-        return fn(*args, **kwargs)
+        try:
+            self._calling = True
+            self._on_interrupt()  # the caller may have been interrupted before
+            value = fn(*args, **kwargs)
+            return asyncio.run(value) if inspect.iscoroutine(value) else value
+        finally:
+            self._calling = False
+
+    def _on_interrupt(self, *_: object) -> None:
+        """Runs in the main thread, between two instructions."""
+        # The caller may have been too late: this or a later function may run by now.
+        path = self._settings.interrupts_path
+        if self._calling and str(self._requests) in read_text(path).split():
+            self._calling = False  # once
+            raise KeyboardInterrupt
 
     def _shutdown(self, graceful: bool, search: bool) -> list[str]:
         from zrpc import api

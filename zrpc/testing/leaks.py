@@ -14,8 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.thread_frames import thread_frames
-from zrpc.testing.procfs import children, command_of, descriptors, native_threads, socket_names
+from zrpc.testing.procfs import (
+    children,
+    command_of,
+    descriptors,
+    native_threads,
+    polled_by,
+    socket_names,
+)
 from zrpc.transport.address import PrivateDirectory
 
 __all__ = ["LeakError", "Resources", "files_in", "lasting", "no_leaks", "runtime_directory"]
@@ -38,6 +46,9 @@ _LASTING_PROCESSES = (
     "multiprocessing.forkserver",  # starts multiprocessing's processes
     "torch_shm_manager",  # tracks that of torch's file_system sharing strategy
 )
+# What the agents of another mesh open whenever they need it, and nothing tells whose it is.
+_AGENTS_DESCRIPTORS = ("anon_inode:[event", "/memfd:zrpc-")
+_AGENTS_DIRECTORY = "/zrpc-inbox-"  # that of an agent's sockets
 # The threads of a ZeroMQ context aren't Python threads. The native threads of other libraries
 # don't count: torch's autograd and OpenMP threads, once started, stay until exit.
 _NATIVE_THREADS = "ZMQbg/"
@@ -150,6 +161,7 @@ class Resources:
         surplus.subtract(Counter(self.descriptors.values()))
         surplus.subtract(Counter(_lasting.descriptors.values()))
         names: dict[str, str] | None = None
+        beside = _BesideAnotherMesh(self) if self._another_mesh_lives() else None
         new = {}
         for fd, target in sorted(now.items()):
             known = target in (self.descriptors.get(fd), _lasting.descriptors.get(fd))
@@ -160,8 +172,36 @@ class Resources:
                 continue
             if names is None:
                 names = socket_names()
+            if beside is not None and beside.may_have_opened(fd, target, names.get(target)):
+                continue
             new[fd] = f"{target} {names.get(target, '')}".rstrip()
         return new
+
+    def _another_mesh_lives(self) -> bool:
+        """Returns whether agents that were there before are in this process."""
+        return any(isinstance(each, ContextThread) and each.is_alive() for each in self.threads)
+
+
+class _BesideAnotherMesh:
+    """Tells which new descriptors agents that lived before may have opened.
+
+    TCP sockets are known by the pollers of those agents and their ZeroMQ contexts, which were
+    there before. Of other kinds that agents open, any may be theirs.
+    """
+
+    def __init__(self, before: Resources) -> None:
+        pollers = [fd for fd, target in before.descriptors.items() if "[eventpoll]" in target]
+        self._polled = {fd for poller in pollers for fd in polled_by(poller)}
+        self._own_directory = os.environ.get("ZRPC_RUNTIME_DIR", "")
+
+    def may_have_opened(self, fd: int, target: str, name: str | None) -> bool:
+        """Returns whether that may be; a socket without a name is of no TCP connection."""
+        if fd in self._polled or target.startswith(_AGENTS_DESCRIPTORS):
+            return True
+        if name is None:
+            return target.startswith("socket:")
+        of_test = self._own_directory and self._own_directory in name
+        return _AGENTS_DIRECTORY in name and not of_test
 
 
 # The resources made inside `lasting`. Replaced as a whole, and so safe to read in any thread.
@@ -203,6 +243,9 @@ def no_leaks() -> Iterator[None]:
 
     Inside, the sockets of agents are in a directory of their own (``ZRPC_RUNTIME_DIR``).
     After an error nothing is checked, because the traceback keeps the statements' objects alive.
+
+    Beside another mesh whose workers are threads, and that lived before, descriptors of the kinds
+    that such workers open don't count: sockets that aren't TCP, and those for events and memory.
 
     Raises:
         LeakError: threads, child processes, open descriptors, ZeroMQ contexts or socket files

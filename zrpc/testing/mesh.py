@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 
-from zrpc.testing.failure import add_others
+from zrpc.errors import advise
 from zrpc.testing.faults.proxy import Relays
 from zrpc.testing.leaks import LeakError
+from zrpc.testing.results import result_of, results_of
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Worker
+from zrpc.testing.worker import Work, Worker
 
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
@@ -24,15 +25,19 @@ __all__ = ["Mesh"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Now: TypeAlias = Callable[P, T]
+Later: TypeAlias = Callable[P, Coroutine[Any, Any, T]]
 
-# One worker's failure often makes the others fail: wait this long for their errors.
-_OTHER_FAILURES_SECONDS = 1.0
 # How long workers may take to stop when they were asked to: on a busy machine, the end of a
 # process that has imported torch takes up to a few tenths of a second of a processor.
 _STOP_SECONDS = 5.0
 _STOP_SECONDS_PER_WORKER = 0.5
 # How long a killed worker may take to stop.
 _KILL_SECONDS = 1.0
+_ADVICE = (
+    "or, since this code isn't a worker of the mesh that this process has started, run a function "
+    'on one, as in mesh.run("worker0", zrpc.rpc_sync, "worker1", fn).'
+)
 
 
 class Mesh:
@@ -65,6 +70,8 @@ class Mesh:
         clean_up: Callable[[], list[str]] | None = None,
     ) -> None:
         self._spec = spec
+        # Limits a wait; set if no test or statement has a deadline for all of them.
+        self._limit: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         self._workers = list(workers)
         self._clean_up = clean_up
         self._relays: Relays | None = None
@@ -86,16 +93,21 @@ class Mesh:
         """The workers' names, by rank."""
         return [worker.name for worker in self._workers]
 
-    def run(self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    @overload
+    def run(
+        self, worker: str | int, fn: Later[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> T: ...
+    @overload
+    def run(self, worker: str | int, fn: Now[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+    def run(self, worker: str | int, fn: Now[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> Any:
         """Runs ``fn(*args, **kwargs)`` on a worker and returns the result.
 
         Args:
             worker: the worker's name or rank.
-            fn: a plain function. To run an ``async def`` function, call it from a worker with
-                `zrpc.rpc_sync`. In a mesh of processes ``fn`` is pickled: by value if it comes
-                from the test's module or can't be imported. The globals of its module then
-                travel with each call, so keep a worker's state elsewhere, for example in an
-                attribute of an imported module.
+            fn: a function; if it is an ``async def`` function, it is awaited. In a mesh of
+                processes ``fn`` is pickled: by value if it comes from the test's module or can't
+                be imported. The globals of its module then travel with each call, so keep a
+                worker's state elsewhere, for example in an attribute of an imported module.
             args: the arguments of ``fn``.
             kwargs: the keyword arguments of ``fn``.
 
@@ -105,11 +117,21 @@ class Mesh:
             LookupError: there is no such worker.
             Exception: what ``fn`` raised, with its own type. The last of its causes is a
                 `WorkerTraceback` with the worker's name and the traceback there.
+
+        If the wait is interrupted, as by Ctrl-C, a worker that is a process gets a
+        KeyboardInterrupt in ``fn``. A thread can't be interrupted: ``fn`` runs on, beside what the
+        worker runs next, and a warning says so.
         """
         __tracebackhide__ = True
-        return _result(self.submit(worker, fn, *args, **kwargs))
+        with self._limit():
+            found = self._worker(worker)
+            return result_of(found, found.submit(fn, args, kwargs))
 
-    def run_all(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
+    @overload
+    def run_all(self, fn: Later[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    @overload
+    def run_all(self, fn: Now[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...
+    def run_all(self, fn: Now[P, Any], /, *args: P.args, **kwargs: P.kwargs) -> list[Any]:
         """Runs ``fn(*args, **kwargs)`` on all workers at once.
 
         Returns:
@@ -121,18 +143,28 @@ class Mesh:
                 running ``fn`` are not waited for.
         """
         __tracebackhide__ = True
-        return _gather(self._workers, [w.submit(fn, args, kwargs) for w in self._workers])
+        with self._limit():
+            work = [worker.submit(fn, args, kwargs) for worker in self._workers]
+            return results_of(self._workers, work, interrupts=True)
 
+    @overload
     def submit(
-        self, worker: str | int, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-    ) -> Future[T]:
+        self, worker: str | int, fn: Later[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Work[T]: ...
+    @overload
+    def submit(
+        self, worker: str | int, fn: Now[P, T], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Work[T]: ...
+    def submit(
+        self, worker: str | int, fn: Now[P, Any], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Work[Any]:
         """Queues ``fn(*args, **kwargs)`` on a worker, behind what was submitted before.
 
         Takes the arguments of `run`.
 
         Returns:
-            A ``concurrent.futures.Future`` of the result, or of what `run` would raise. It can't
-            be cancelled.
+            A ``concurrent.futures.Future`` of the result, or of what `run` would raise. It can
+            also be awaited. It can't be cancelled.
 
         Raises:
             LookupError: there is no such worker.
@@ -198,7 +230,7 @@ class Mesh:
         dead.close(_KILL_SECONDS)
         new = dead.successor()
         self._workers[self._workers.index(dead)] = new
-        _gather([new], [new.start()])
+        results_of([new], [new.start()])
 
     def pause(self, worker: str | int) -> None:
         """Pauses a worker's process (SIGSTOP).
@@ -257,7 +289,8 @@ class Mesh:
             Exception: what a worker failed with; the caller must shut the mesh down.
         """
         __tracebackhide__ = True
-        _gather(self._workers, [worker.start() for worker in self._workers])
+        results_of(self._workers, [worker.start() for worker in self._workers])
+        advise(self, _ADVICE)
         if self._spec.faults:
             # No worker has connected to another yet: it does so when it first sends.
             found = self.run_all(_inbox_and_token)
@@ -280,8 +313,10 @@ class Mesh:
         if self._shut_down:
             return
         self._shut_down = True
+        advise(self, None)
         try:
-            self._shutdown(graceful)
+            with self._limit():
+                self._shutdown(graceful)
         finally:
             if self._relays is not None:
                 self._relays.close()
@@ -350,7 +385,7 @@ class Mesh:
         # All workers have to agree on a graceful shutdown, and a dead one can't.
         graceful = len(workers) == len(self._workers)
         futures = [worker.shutdown(graceful) for worker in workers]
-        left = _gather(workers, futures)
+        left = results_of(workers, futures)
         return _labelled(workers, left)
 
     def _stop(self, by_force: bool) -> list[str]:
@@ -401,30 +436,3 @@ def _inbox_and_token() -> tuple[str, bytes]:
 
 def _labelled(workers: Sequence[Worker], lines: Sequence[Sequence[str]]) -> list[str]:
     return [f"{w.label}: {line}" for w, its in zip(workers, lines, strict=True) for line in its]
-
-
-def _gather(workers: Sequence[Worker], futures: Sequence[Future[T]]) -> list[T]:
-    """Returns the results of all futures; raises the first failure, which names the others."""
-    __tracebackhide__ = True
-    done, rest = wait(futures, return_when=FIRST_EXCEPTION)
-    first = next((f for f in futures if f in done and f.exception() is not None), None)
-    if first is not None:
-        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
-        others = {
-            worker.label: error
-            for worker, future in zip(workers, futures, strict=True)
-            if future is not first and future.done() and (error := future.exception())
-        }
-        error = first.exception()
-        assert error is not None  # that is how it was chosen
-        raise add_others(error, others)
-    return [future.result() for future in futures]
-
-
-def _result(future: Future[T]) -> T:
-    """Returns ``future.result()``; an error's traceback shows the worker's frames only."""
-    __tracebackhide__ = True
-    error = future.exception()
-    if error is not None:
-        raise error
-    return future.result()

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from zrpc.testing.spec import MeshSpec
+from zrpc.testing.spec import DEFAULT_WORKERS, MeshSpec
 
 if TYPE_CHECKING:
     from zrpc.testing.mesh import Mesh
     from zrpc.testing.watchdog import Watchdog
 
-__all__ = ["MakeMesh", "make_mesh", "mesh", "no_leaks"]
+__all__ = ["MakeMesh", "MeshFactory", "make_mesh", "mesh", "mesh_factory", "no_leaks"]
 
 _MARKER = (
     "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True, faults=False, "
@@ -34,6 +34,7 @@ _EXIT_STATUS = 3
 
 _failed = pytest.StashKey[bool]()
 _watchdog: pytest.StashKey[Watchdog] = pytest.StashKey()
+_shared: pytest.StashKey[list[Mesh]] = pytest.StashKey()
 
 
 class MakeMesh:
@@ -117,6 +118,54 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
             if isinstance(error, LeakError):
                 raise _error(error) from None
             raise
+
+
+class MeshFactory:
+    """The type of the fixture ``mesh_factory``."""
+
+    def __init__(self, session: pytest.Session) -> None:
+        modules = (item.getparent(pytest.Module) for item in session.items)
+        self._by_value = sorted({module.obj.__name__ for module in modules if module is not None})
+        self._capture = session.config.getoption("capture", "no") != "no"
+        self._meshes = session.config.stash[_shared] = []
+
+    def __call__(self, workers: int = DEFAULT_WORKERS, **arguments: Any) -> Mesh:
+        """Starts a mesh; the arguments are those of the marker, and of `zrpc.testing.MeshSpec`."""
+        from zrpc.testing.startup import start_shared_mesh
+
+        __tracebackhide__ = True
+        spec = MeshSpec(workers, **arguments)
+        mesh = start_shared_mesh(spec, by_value=self._by_value, capture=self._capture)
+        self._meshes.append(mesh)
+        return mesh
+
+    def _close(self, graceful: bool) -> None:
+        with contextlib.ExitStack() as stack:
+            for mesh in self._meshes:
+                stack.callback(mesh.shutdown, graceful)
+
+
+@pytest.fixture(scope="session")
+def mesh_factory(request: pytest.FixtureRequest) -> Iterator[MeshFactory]:
+    """A function that starts a mesh for several tests: for fixtures of a module or the session.
+
+    It takes the arguments of the marker. ``timeout`` is the limit of each wait for the workers. The
+    mesh lives until the session ends, or until ``mesh.shutdown()``.
+
+    Example::
+
+        @pytest.fixture(scope="module")
+        def workers(mesh_factory):
+            return mesh_factory(workers=4, processes=True)
+    """
+    from zrpc.testing.leaks import LeakError
+
+    factory = MeshFactory(request.session)
+    yield factory
+    try:
+        factory._close(graceful=not request.session.testsfailed)
+    except LeakError as error:
+        raise _error(error) from None
 
 
 @pytest.fixture
@@ -205,13 +254,14 @@ def pytest_runtest_makereport(
     report = yield
     if call.excinfo is not None:
         item.stash[_failed] = True
-    if _watchdog in item.stash:
-        watchdog = item.stash[_watchdog]
-        for mesh in watchdog.meshes:
-            for name, text in mesh._new_output():
-                report.sections.append((f"Captured stdout and stderr of {name} {call.when}", text))
-        if call.excinfo is not None and watchdog.timed_out not in (None, call.excinfo.value):
-            report.sections.append(("Past the deadline", str(watchdog.timed_out)))
+    watchdog = item.stash.get(_watchdog, None)
+    own = [] if watchdog is None else watchdog.meshes
+    for mesh in (*own, *item.config.stash.get(_shared, ())):
+        for name, text in mesh._new_output():
+            report.sections.append((f"Captured stdout and stderr of {name} {call.when}", text))
+    late = None if watchdog is None else watchdog.timed_out
+    if late is not None and call.excinfo is not None and late is not call.excinfo.value:
+        report.sections.append(("Past the deadline", str(late)))
     if call.when == "teardown":
         for stash in (item.stash, item.config.stash):
             with contextlib.suppress(KeyError):

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -25,14 +24,14 @@ from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 from zrpc.launch.worker import run_secret, without_launcher
 from zrpc.runtime.forks import free_in_child
-from zrpc.testing.child import STACKS_SIGNAL, WorkerSettings
+from zrpc.testing.child import INTERRUPT_SIGNAL, STACKS_SIGNAL, WorkerSettings
 from zrpc.testing.failure import WorkerExited, attribute
 from zrpc.testing.leaks import files_in
 from zrpc.testing.procfs import command_of, read_text, session_members, state_of
 from zrpc.testing.served import send_request, start_serving
 from zrpc.testing.server import server_lock, warm_server
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Worker, name_of
+from zrpc.testing.worker import Work, Worker, name_of
 from zrpc.wire.pickling import dumps
 
 __all__ = ["ProcessWorker", "process_workers"]
@@ -125,6 +124,7 @@ class ProcessWorker(Worker):
         self._restarts = restarts
         self._output_path = shared.home / f"{name}.output" if shared.capture else None
         self._stacks_path = shared.home / f"{name}.stacks"
+        self._interrupts_path = shared.home / f"{name}.interrupts"
         self._pid: int | None = None
         # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
         # there is none. Guarded by self._lock, since it is closed when the process exits.
@@ -135,6 +135,7 @@ class ProcessWorker(Worker):
         self._exit: int | None = None
         # Held from entering a future until its request is sent: replies come in that order.
         self._sending = threading.Lock()
+        self._requests = 0  # how many were sent; guarded by `_sending`
         self._reader = threading.Thread(
             target=self._read, name=f"zrpc-test-{name}-reader", daemon=True
         )
@@ -164,7 +165,7 @@ class ProcessWorker(Worker):
         """Returns the next incarnation, with the same name and rank; it is not started yet."""
         return ProcessWorker(self.name, self.rank, self._shared, self._restarts + 1)
 
-    def start(self) -> Future[Any]:
+    def start(self) -> Work[Any]:
         """Forks the process and makes it join the mesh."""
         with self._streams() as streams:
             pid, self._connection = start_serving(self._shared.server, self._task, *streams)
@@ -178,13 +179,22 @@ class ProcessWorker(Worker):
 
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> Work[Any]:
         """Queues ``fn(*args, **kwargs)`` for the main thread of the process."""
         with _pickling_by_value(self._shared.by_value):
             pickled = dumps((fn, args, kwargs))
         return self._request(f"runs {name_of(fn)}", "call", pickled)
 
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def interrupt(self, work: Work[Any]) -> None:
+        """Raises KeyboardInterrupt in the function, there."""
+        with self._lock:
+            pending = work in self._pending
+        if pending:
+            with open(self._interrupts_path, "a") as file:
+                file.write(f"{work.number}\n")
+            self._signal(INTERRUPT_SIGNAL)
+
+    def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; its process keeps running."""
         return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
@@ -283,6 +293,8 @@ class ProcessWorker(Worker):
             options={"init_method": f"file://{home}/store", **spec.options},
             socket=fd,
             stacks_path=str(self._stacks_path),
+            interrupts_path=str(self._interrupts_path),
+            fake_device=_has_fake_device(),
         )
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
@@ -314,10 +326,11 @@ class ProcessWorker(Worker):
         finally:
             os.close(fd)
 
-    def _request(self, what: str, *request: Any) -> Future[Any]:
+    def _request(self, what: str, *request: Any) -> Work[Any]:
         with self._sending:
             future = self._new_future(what)
             if not future.done():
+                future.number, self._requests = self._requests, self._requests + 1
                 send_request(self._connection, *request)
         return future
 
@@ -385,3 +398,8 @@ def _pickling_by_value(modules: Sequence[str]) -> Iterator[None]:
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
         yield
+
+
+def _has_fake_device() -> bool:
+    device = sys.modules.get("zrpc.testing.device")  # it imports torch, which may not be needed
+    return device is not None and device.is_added()

@@ -11,6 +11,7 @@ __all__ = [
     "command_of",
     "descriptors",
     "native_threads",
+    "polled_by",
     "read_text",
     "session_members",
     "socket_names",
@@ -26,6 +27,12 @@ def descriptors() -> dict[int, str]:
         with contextlib.suppress(OSError):
             found[int(fd)] = os.readlink(f"/proc/self/fd/{fd}")
     return found
+
+
+def polled_by(poller: int) -> set[int]:
+    """Returns the descriptors for which an epoll descriptor of this process waits."""
+    lines = read_text(f"/proc/self/fdinfo/{poller}").splitlines()
+    return {int(line.split()[1]) for line in lines if line.startswith("tfd:")}
 
 
 def native_threads(prefix: str) -> dict[int, str]:
@@ -85,10 +92,11 @@ def socket_names() -> dict[str, str]:
         fields = line.split(maxsplit=7)
         if len(fields) == 8:
             names[f"socket:[{fields[6]}]"] = f"bound to {fields[7]}"
-    for line in read_text("/proc/self/net/tcp").splitlines()[1:]:
-        fields = line.split()
-        local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
-        names[f"socket:[{fields[9]}]"] = f"tcp port {local}, remote port {remote}"
+    for table in ("tcp", "tcp6"):
+        for line in read_text(f"/proc/self/net/{table}").splitlines()[1:]:
+            fields = line.split()
+            local, remote = (int(address.rpartition(":")[2], 16) for address in fields[1:3])
+            names[f"socket:[{fields[9]}]"] = f"tcp port {local}, remote port {remote}"
     return names
 
 

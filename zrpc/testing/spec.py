@@ -10,6 +10,8 @@ __all__ = ["MeshSpec"]
 
 DEFAULT_WORKERS = 2
 DEFAULT_TIMEOUT = 30.0
+# Stands for no deadline: a year. What is longer overflows in waits in C.
+NO_DEADLINE_SECONDS = 3e7
 
 
 class _Mark(Protocol):
@@ -65,8 +67,7 @@ class MeshSpec:
                 raise TypeError(f"{name} must be {wanted}, but got {value!r}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, but got {self.workers}")
-        # Longer than a year is no deadline, and overflows in waits in C.
-        if not 0 < self.timeout < 3e7:
+        if not 0 < self.timeout <= NO_DEADLINE_SECONDS:
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
 
     @classmethod

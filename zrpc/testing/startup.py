@@ -9,14 +9,18 @@ from typing import Any
 
 from zrpc.testing.entry import Entry
 from zrpc.testing.mesh import Mesh
-from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
+from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
 from zrpc.testing.watchdog import Watchdog, print_report
 
-__all__ = ["local_mesh", "start_mesh", "warm_up"]
+__all__ = ["local_mesh", "start_mesh", "start_shared_mesh", "warm_up"]
 
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
 # it until init_timeout has passed, so that is kept short.
 _INIT_TIMEOUT_SECONDS = 10.0
+_DROPPED = (
+    "the mesh is shut down, since nothing holds its context manager any more: use local_mesh in a "
+    "with statement, keep what it returns as well as the mesh, or use zrpc.start_mesh"
+)
 
 
 def warm_up(processes: bool, preload: Sequence[str] = ()) -> None:
@@ -77,12 +81,39 @@ def start_mesh(
     return mesh
 
 
+def start_shared_mesh(spec: MeshSpec, *, by_value: Iterable[str], capture: bool) -> Mesh:
+    """Starts a mesh without a deadline: each wait for it may take the specification's timeout.
+
+    The other arguments, and the errors, are those of `start_mesh`.
+    """
+    __tracebackhide__ = True
+
+    @contextlib.contextmanager
+    def limited() -> Iterator[Watchdog]:
+        __tracebackhide__ = True
+        with Watchdog(spec.timeout, print_report) as watchdog, watchdog.interruptible():
+            yield watchdog
+
+    @contextlib.contextmanager
+    def limit() -> Iterator[None]:
+        __tracebackhide__ = True
+        with limited() as watchdog:
+            watchdog.watch(mesh)
+            yield
+
+    warm_up(spec.processes)
+    with limited() as watchdog:
+        mesh = start_mesh(spec, watchdog, by_value=by_value, capture=capture)
+    mesh._limit = limit
+    return mesh
+
+
 @contextlib.contextmanager
 def local_mesh(
     workers: int = DEFAULT_WORKERS,
     *,
     processes: bool = False,
-    timeout: float = DEFAULT_TIMEOUT,
+    timeout: float | None = DEFAULT_TIMEOUT,
     options: Mapping[str, Any] | None = None,
     faults: bool = False,
 ) -> Iterator[Mesh]:
@@ -96,8 +127,8 @@ def local_mesh(
     Args:
         workers: the number of workers; they are named ``worker0``, ``worker1``, …
         processes: whether each worker is a process; otherwise it is a thread of this process.
-        timeout: seconds that the whole statement may take. The first import of torch does not
-            count.
+        timeout: seconds that the whole statement may take; None or 0 for no limit. The first
+            import of torch does not count.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
         faults: whether connections between the workers can be disturbed, see
             `zrpc.testing.faults`.
@@ -113,16 +144,19 @@ def local_mesh(
         ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
         ['worker0', 'worker1']
     """
-    spec = MeshSpec(workers, processes, timeout, options or {}, faults=faults)
+    seconds = NO_DEADLINE_SECONDS if timeout in (None, 0) else timeout
+    spec = MeshSpec(workers, processes, seconds, options or {}, faults=faults)
     warm_up(processes)
     entry = Entry(sys._getframe().f_back)
-    with Watchdog(timeout, last_resort=print_report, entry=entry) as watchdog:
+    with Watchdog(spec.timeout, last_resort=print_report, entry=entry) as watchdog:
         try:
             with watchdog.interruptible():
                 mesh = start_mesh(spec, watchdog)
                 yield mesh
         except BaseException as error:
             for started in watchdog.meshes:  # Ctrl-C may have come before `mesh` was set
+                if isinstance(error, GeneratorExit):
+                    started._fail_waits(RuntimeError(_DROPPED))
                 started.shutdown(graceful=False)
             if watchdog.timed_out not in (None, error):
                 raise watchdog.timed_out from error  # error is a consequence of it

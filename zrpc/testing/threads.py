@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 import queue
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from zrpc.testing.failure import attribute, traceback_of, without_frames
 from zrpc.testing.leaks import lasting
 from zrpc.testing.spec import MeshSpec
 from zrpc.testing.stacks import stacks_of
-from zrpc.testing.worker import Worker, name_of
+from zrpc.testing.worker import Work, Worker, name_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ThreadWorker", "import_core", "thread_workers"]
 
-_Task = tuple[Future[Any], Callable[[], Any]]
+logger = logging.getLogger(__name__)
+
+_Task = tuple[Work[Any], Callable[[], Any]]
 
 
 def thread_workers(spec: MeshSpec) -> list[Worker]:
@@ -59,10 +63,9 @@ class ThreadWorker(Worker):
         self._store = store
         # Set and cleared by the worker's thread.
         self._agent: Agent | None = None
+        self._current: Work[Any] | None = None  # the latest that its thread has begun
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._serve, name=f"zrpc-test-{name}-main", daemon=True
-        )
+        self._thread = self._new_thread()
         self._closer: threading.Thread | None = None
 
     @property
@@ -81,23 +84,42 @@ class ThreadWorker(Worker):
             raise RuntimeError(f"{self.name} has no agent: it is not started, or is shut down")
         return self._agent
 
-    def start(self) -> Future[Any]:
+    def start(self) -> Work[Any]:
         """Starts the worker's thread and makes it join the mesh."""
         self._thread.start()
         return self._enqueue("starts", self._start)
 
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> Work[Any]:
         """Queues ``fn(*args, **kwargs)`` for the worker's thread, with its agent current."""
 
         def call() -> Any:
             with self.agent.as_current():
-                return fn(*args, **kwargs)
+                value = fn(*args, **kwargs)
+                return asyncio.run(value) if inspect.iscoroutine(value) else value
 
         return self._enqueue(f"runs {name_of(fn)}", call)
 
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def interrupt(self, work: Work[Any]) -> None:
+        """Leaves the function to its thread, if it has begun, and goes on in another one."""
+        with self._lock:
+            if (what := self._pending.pop(work, None)) is None:
+                return
+            begun = work is self._current
+            if begun:
+                self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
+                self._thread = self._new_thread()
+                self._thread.start()
+        if begun:
+            logger.warning(
+                "%s still %s, whose caller was interrupted: a thread can't be stopped, so it goes "
+                "on beside what the worker runs next",
+                self.label,
+                what,
+            )
+
+    def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Shuts the agent down, in the worker's thread."""
 
         def leave() -> list[str]:
@@ -142,7 +164,11 @@ class ThreadWorker(Worker):
             self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
         return []
 
-    def _enqueue(self, what: str, work: Callable[[], Any]) -> Future[Any]:
+    def _new_thread(self) -> threading.Thread:
+        name = f"zrpc-test-{self.name}-main"
+        return threading.Thread(target=self._serve, name=name, daemon=True)
+
+    def _enqueue(self, what: str, work: Callable[[], Any]) -> Work[Any]:
         future = self._new_future(what)
         if not future.done():
             self._tasks.put((future, work))
@@ -170,6 +196,8 @@ class ThreadWorker(Worker):
         """Runs in the worker's thread."""
         while (task := self._tasks.get()) is not None:
             future, work = task
+            if not self._begin(future):
+                continue
             value, error = None, None
             try:
                 value = work()
@@ -177,5 +205,16 @@ class ThreadWorker(Worker):
                 error = without_frames(e, 2)
                 attribute(error, self.label, traceback_of(error))
             self._complete(future, value, error)
+            with self._lock:
+                if self._current is future:
+                    self._current = None
             # Otherwise these objects would live until the next task.
             del task, future, work, value, error
+            if threading.current_thread() is not self._thread:
+                return  # it was interrupted, and another thread has gone on
+
+    def _begin(self, work: Work[Any]) -> bool:
+        """Returns whether somebody still waits for the work, which is the current one then."""
+        with self._lock:
+            self._current = work if work in self._pending else None
+            return self._current is not None

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from zrpc.services.inspection.discovery import ask, directories, meshes
 from zrpc.services.inspection.report import Report
 from zrpc.testing.entry import Entry
+from zrpc.testing.spec import NO_DEADLINE_SECONDS
 from zrpc.testing.stacks import other_stacks
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ _INTERRUPT_SECONDS = 1.0
 _LAST_RESORT_SECONDS = 15.0
 # How long workers may take to describe what they wait for.
 _ANSWER_SECONDS = 1.0
-# Stands for no deadline. `MeshSpec` takes at most as much, and waits in C can hold it.
-_NO_DEADLINE_SECONDS = 3e7
 
 # The default action of this signal is to do nothing, so a late one does no harm.
 _SIGNAL = signal.SIGURG
@@ -110,7 +109,7 @@ class Watchdog:
 
     def suspend(self) -> None:
         """Lifts the deadline, because a debugger has been entered."""
-        self.deadline = time.monotonic() + _NO_DEADLINE_SECONDS
+        self.deadline = time.monotonic() + NO_DEADLINE_SECONDS
         self._closed.set()
 
     def watch(self, mesh: Mesh) -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["Worker"]
+__all__ = ["Work", "Worker"]
+
+T = TypeVar("T")
+
+
+class Work(Future[T]):
+    """The future of what a worker was told to do; it can also be awaited.
+
+    Attributes:
+        number: for a worker that is a process: how many requests it got before this one.
+    """
+
+    number = 0
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self).__await__()
 
 
 class Worker(ABC):
@@ -26,7 +42,7 @@ class Worker(ABC):
         self.rank = rank
         # The lock guards the attributes below; no other lock is taken while it is held.
         self._lock = threading.Lock()
-        self._pending: dict[Future[Any], str] = {}
+        self._pending: dict[Work[Any], str] = {}
         self._error: BaseException | None = None
 
     @property
@@ -35,18 +51,25 @@ class Worker(ABC):
         """The worker's name and where it runs, for a reader."""
 
     @abstractmethod
-    def start(self) -> Future[Any]:
+    def start(self) -> Work[Any]:
         """Makes the worker join its mesh; the future is done when all workers have joined."""
 
     @abstractmethod
     def submit(
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Future[Any]:
+    ) -> Work[Any]:
         """Queues ``fn(*args, **kwargs)``; an error has its remote traceback as cause."""
 
     @abstractmethod
-    def shutdown(self, graceful: bool) -> Future[list[str]]:
+    def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; the result lists what it left behind."""
+
+    @abstractmethod
+    def interrupt(self, work: Work[Any]) -> None:
+        """Makes room for other work if a function, whose caller was interrupted, still runs.
+
+        Does nothing if it has ended. If it has not begun, it never will.
+        """
 
     @property
     def killed(self) -> bool:
@@ -97,9 +120,9 @@ class Worker(ABC):
         for future in pending:
             future.set_exception(error)
 
-    def _new_future(self, what: str) -> Future[Any]:
+    def _new_future(self, what: str) -> Work[Any]:
         """Returns a new future for a piece of work; it has failed already if none can be done."""
-        future: Future[Any] = Future()
+        future: Work[Any] = Work()
         future.set_running_or_notify_cancel()  # work that a worker has begun can't be cancelled
         with self._lock:
             error = self._error
@@ -110,7 +133,7 @@ class Worker(ABC):
         return future
 
     def _complete(
-        self, future: Future[Any], value: Any = None, error: BaseException | None = None
+        self, future: Work[Any], value: Any = None, error: BaseException | None = None
     ) -> None:
         """Completes a future, unless `fail_waits` came first."""
         with self._lock:

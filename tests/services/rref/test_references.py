@@ -77,7 +77,7 @@ def test_ids_are_counted_as_torch_counts_them(mesh: Mesh) -> None:
         first, second = zrpc.RRef(1), zrpc.RRef(2)
         third = zrpc.remote("worker1", max, args=(1, 2))
         fourth = zrpc.RRef(4)
-        return [repr(rref) for rref in (first, second, third, fourth)]
+        return [str(rref) for rref in (first, second, third, fourth)]
 
     assert mesh.run(0, reprs) == [
         "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))",
@@ -86,7 +86,7 @@ def test_ids_are_counted_as_torch_counts_them(mesh: Mesh) -> None:
         "ForkId = GloballyUniqueId(created_on=0, local_id=3))",
         "OwnerRRef(GloballyUniqueId(created_on=0, local_id=4))",
     ]
-    assert mesh.run(1, lambda: repr(zrpc.RRef(1))) == (
+    assert mesh.run(1, lambda: str(zrpc.RRef(1))) == (
         "OwnerRRef(GloballyUniqueId(created_on=1, local_id=0))"
     )
 
@@ -95,8 +95,8 @@ def test_remote_to_oneself_takes_two_ids_and_owns_the_value(caller: Mesh) -> Non
     rref = zrpc.remote("worker0", max, args=(1, 2))
     assert rref.is_owner()
     assert rref.to_here() == rref.local_value() == 2
-    assert repr(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
-    assert repr(zrpc.RRef(0)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
+    assert str(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert str(zrpc.RRef(0)) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=2))"
 
 
 def give_back(rref: Any) -> Any:
@@ -184,7 +184,8 @@ def test_an_rref_after_the_shutdown_says_what_is_wrong(make_mesh: MakeMesh) -> N
     ):
         with pytest.raises(zrpc.NotInitializedError, match="RPC has not been initialized"):
             use()
-    assert "GloballyUniqueId" in repr(user)
+    assert "GloballyUniqueId" in str(user)
+    assert repr(user) == "RRef(list on worker1)"
     assert user.owner_name() == "worker1"
 
 

@@ -139,7 +139,7 @@ class _Driver:
         self._show(f"phase {self._number} of {total}, {what}")
         death = self._death
         dead = death is not None and death.rank not in self._living
-        futures = {
+        futures: dict[int, Future[Tally]] = {
             rank: self._mesh.submit(rank, phase.run_phase, self._settings(rank, dead))
             for rank in self._living
         }

@@ -60,7 +60,7 @@ class _LogCollector(logging.Handler):
     """A collector of what zrpc logs, except the failures of calls, which the actions provoke."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not str(record.msg).startswith("On %s: a call failed"):
+        if not str(record.msg).startswith("On %s: a call of "):
             text = record.getMessage()
             if record.exc_info:
                 text += "\n" + "".join(traceback.format_exception(*record.exc_info))

@@ -74,6 +74,14 @@ class GroupFuture(Future[list[T]]):
                 self._set([*results.values()])
 
     @override
+    def _summary(self) -> str:
+        state = super()._summary()
+        of = f"{len(self.parts)} {self._what}"
+        return (
+            f"{of}, {len(self.parts) - self._left} done" if state == "pending" else f"{of}, {state}"
+        )
+
+    @override
     def wait(self) -> list[T]:
         """Waits for all parts and returns their values; see `zrpc.Future.wait`."""
         if not self.done():

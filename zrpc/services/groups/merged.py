@@ -163,6 +163,12 @@ class Merged(Source):
 
     @property
     @override
+    def where(self) -> str:
+        """How many members run it."""
+        return f"{len(self._names)} {self._what}"
+
+    @property
+    @override
     def is_awaited(self) -> bool:
         """Whether a thread or a task waits for an item."""
         return bool(self._waits)

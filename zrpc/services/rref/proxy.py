@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from zrpc.services.rref.value import ITSELF
@@ -49,11 +50,7 @@ class Proxy(Generic[R]):
                 f"the proxy of an RRef has no attribute {name!r}: of special methods, it has only "
                 "those of operators, containers and context managers"
             )
-        ask, timeout = self._ask, self._timeout
-
-        def method(*args: Any, **kwargs: Any) -> R:
-            return ask((name, args, kwargs), timeout)
-
+        method: RemoteMethod = RemoteMethod(_call, self._ask, self._timeout, name)
         method.__name__ = name
         return method
 
@@ -65,3 +62,34 @@ class Proxy(Generic[R]):
 
     def __reduce__(self) -> Any:
         return Proxy, (self._ask, self._timeout)
+
+
+def _call(ask: Callable[[Any, float], R], timeout: float, name: str, /, *args: Any, **kw: Any) -> R:
+    return ask((name, args, kw), timeout)
+
+
+class RemoteMethod(partial[Any]):
+    """A method of a value, which the owner calls; also what stands for a field, which can't be had.
+
+    It is a `functools.partial`, and so takes no more steps than a function would.
+    """
+
+    __name__: str
+
+    def __repr__(self) -> str:
+        name = self.__name__
+        rref = getattr(self.args[0], "__self__", "an RRef")
+        return (
+            f"<remote method {name!r} of {rref!r}: call it, as in rref.rpc_sync().{name}(). If it "
+            "is a field: zrpc.rpc_sync(rref.owner(), lambda rref: "
+            f"rref.local_value().{name}, args=(rref,))>"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name[:1] != "_":
+            own = self.__name__
+            raise AttributeError(
+                f"the method {own!r} of an RRef has no attribute {name!r}: call it, as in "
+                f"rref.rpc_sync().{own}(...), or rref.rpc_async().{own}(...) for a future"
+            )
+        raise AttributeError(f"a method of an RRef has no attribute {name!r}")

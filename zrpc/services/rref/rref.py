@@ -19,6 +19,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
+from zrpc.services.rref.description import Described
 from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
 from zrpc.services.rref.forks import reduce_rref
 from zrpc.services.rref.messages import Fork, ForkId, RRefId, pack_id
@@ -38,7 +39,7 @@ __all__ = ["PyRRef", "RRef", "plug_in"]
 T = TypeVar("T")
 
 
-class RRef(Generic[T]):
+class RRef(Described, Generic[T]):
     """A reference to a value of type ``T`` that lives on one worker, its *owner*.
 
     ``RRef(value)`` makes this worker the owner of ``value``; `zrpc.remote` makes a value
@@ -68,6 +69,7 @@ class RRef(Generic[T]):
 
     __slots__ = (
         "__weakref__",
+        "_class",
         "_failure",
         "_fork_id",
         "_methods",
@@ -85,6 +87,7 @@ class RRef(Generic[T]):
         agent = agent_that_is_set()
         service = agent.service(RRefService)
         self._fill(service, service.new_id(), None, agent.worker_info, None)
+        self._class = type(value)
         self._value = owned = service.retain_value(self._rref_id)
         owned.begun = True
         service.adopt(owned, value)
@@ -103,6 +106,7 @@ class RRef(Generic[T]):
     ) -> None:
         # Of the call that was to make the value; a message if the owner has sent it.
         self._failure: Exception | Message | None = None
+        self._class = None  # of the value, if that is known
         self._rref_id = rref_id
         self._fork_id = fork_id  # None at the owner
         self._owner = owner
@@ -145,6 +149,8 @@ class RRef(Generic[T]):
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
         rref._fill(service, rref_id, fork_id, to, None)
+        if isinstance(made_by or body[0], type):
+            rref._class = made_by or body[0]
         if subject is None and (options := options_of(made_by or body[0])) is not None:
             body = (as_actor_class(body[0]), *body[1:])
             more_of_it: Any = {"rref_id": rref_id, "more": more, "name": name, "made_by": made_by}
@@ -420,11 +426,6 @@ class RRef(Generic[T]):
 
     def __hash__(self) -> int:
         return hash(self._rref_id)
-
-    def __repr__(self) -> str:
-        if self._fork_id is None:
-            return f"OwnerRRef({self._rref_id})"
-        return f"UserRRef(RRefId = {self._rref_id}, ForkId = {self._fork_id})"
 
     def _serialize(self) -> NoReturn:
         """Raises an error, for torch's own pickler: only calls can send an RRef."""

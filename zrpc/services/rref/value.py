@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.actors import ActorLabel, options_of
 from zrpc.agent.current import current_agent
-from zrpc.calls.function_names import name_of_function
+from zrpc.calls.function_names import handler_name, name_of_function
 from zrpc.errors import (
     RemoteError,
     RpcError,
@@ -220,7 +220,8 @@ class ValueSink:
         self._name_actor(request.scope.function, error)
         try:
             if report:
-                self._callee.report_failure(error)
+                # A worker that uses the value gets the error, but perhaps none does.
+                self._callee.report_failure(error, handler_name(request))
         finally:  # also if it can't be logged
             self._callee.count(request, error)
             called = request.scope.function is not None

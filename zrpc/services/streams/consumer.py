@@ -84,6 +84,12 @@ class Consumer(Source):
         return self.call.title
 
     @property
+    @override
+    def where(self) -> str:
+        """Which worker runs it."""
+        return self._agent.membership.infos[self.call.peer].name
+
+    @property
     def complete(self) -> bool:
         """Whether nothing more can arrive."""
         return self._inflow.complete

@@ -38,6 +38,11 @@ class Source(ABC):
 
     @property
     @abstractmethod
+    def where(self) -> str:
+        """Which worker runs it, or how many do."""
+
+    @property
+    @abstractmethod
     def is_awaited(self) -> bool:
         """Whether a thread or a task waits for an item."""
 

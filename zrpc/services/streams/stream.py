@@ -128,7 +128,7 @@ class Stream(Generic[R]):
             self._drop(source)
 
     def __repr__(self) -> str:
-        return f"<Stream of {self._source.name}>"
+        return f"Stream({self._source.name} on {self._source.where})"
 
     def __reduce__(self) -> NoReturn:
         raise RpcError(
