@@ -112,7 +112,10 @@ class _Sampler:
 
 
 def _title(workers: list[WorkerRates]) -> str:
-    return f"Mesh of {len(workers)} workers" if len(workers) != 1 else "Mesh of 1 worker"
+    lost = sum(worker.state == "lost" for worker in workers)
+    number = len(workers) - lost
+    title = f"Mesh of {number} workers" if number != 1 else "Mesh of 1 worker"
+    return f"{title}, {lost} lost" if lost else title
 
 
 def _print(sampler: _Sampler, sort: str, as_json: bool) -> None:
@@ -127,7 +130,7 @@ def _print(sampler: _Sampler, sort: str, as_json: bool) -> None:
 
     console = _console()
     for workers in sampler.meshes:
-        console.print(mesh_table(_title(workers), sorted_workers(workers, sort), sort))
+        console.print(mesh_table(_title(workers), sorted_workers(workers, sort), sort, console))
     for each in sampler.unknown:
         console.print(f"A worker (pid {each.pid or 'unknown'}) could not be asked: {each.problem}")
 
@@ -167,7 +170,7 @@ class _Screen:
                 if now >= self._next_look:
                     self._sampler.look()
                     self._next_look = time.monotonic() + self._sampler.interval
-                live.update(self._render(console.height), refresh=True)
+                live.update(self._render(console), refresh=True)
                 key = read(max(0.0, self._next_look - time.monotonic()))
                 if key in ("q", "\x03"):
                     return
@@ -187,7 +190,7 @@ class _Screen:
             step = 1 if key == ">" else -1
             self._sort = (self._sort + step) % len(self._keys)
 
-    def _render(self, height: int) -> RenderableType:
+    def _render(self, console: Console) -> RenderableType:
         from rich.console import Group
         from rich.text import Text
 
@@ -200,9 +203,11 @@ class _Screen:
         chosen = everyone[self._chosen] if everyone else None
         parts: list[RenderableType]
         if self._detail and chosen is not None:
-            parts = [worker_screen(chosen, max(3, (height - 12) // 2))]
+            parts = [worker_screen(chosen, max(3, (console.height - 12) // 2))]
         else:
-            parts = [mesh_table(_title(workers), workers, key, chosen) for workers in meshes]
+            parts = [
+                mesh_table(_title(workers), workers, key, console, chosen) for workers in meshes
+            ]
         return Group(*parts, Text(_KEYS_HELP, style="dim"))
 
 

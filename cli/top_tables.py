@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -15,7 +17,13 @@ __all__ = ["SORT_KEYS", "mesh_table", "sorted_workers", "worker_screen"]
 
 _UNKNOWN = "-"
 _KIBI = 1024.0
-_STATE_STYLES = {"running": "green", "lost": "red", "no answer": "red", "stuck": "yellow"}
+_STATE_STYLES = {
+    "running": "green",
+    "serving": "green",
+    "lost": "red",
+    "no answer": "red",
+    "stuck": "yellow",
+}
 
 
 def _rate(value: float | None) -> str:
@@ -69,6 +77,12 @@ _COLUMNS = {
     "rrefs": _Column("RRefs", "rrefs", _count),
     "state": _Column("state", "state"),
 }
+_WIDEST = 10_000
+# What is left out if the terminal is too narrow for all, the first one first.
+_LEFT_OUT = (
+    *("rrefs", "bytes-in", "bytes-out", "handlers", "p50", "rank"),
+    *("queue", "memory", "out", "cpu", "p99"),
+)
 _FUNCTION_COLUMNS = (
     _Column("function", "name"),
     _Column("runs/s", "runs", _rate),
@@ -113,15 +127,46 @@ def sorted_workers(workers: Sequence[WorkerRates], key: str) -> list[WorkerRates
 
 
 def mesh_table(
-    title: str, workers: Sequence[WorkerRates], key: str, chosen: WorkerRates | None = None
+    title: str,
+    workers: Sequence[WorkerRates],
+    key: str,
+    console: Console,
+    chosen: WorkerRates | None = None,
 ) -> Table:
-    """Returns the table of a mesh; the workers are sorted already."""
-    table = Table(title=title, title_justify="left", title_style="bold", expand=True)
-    for name, column in _COLUMNS.items():
+    """Returns the table of a mesh, with as many columns as fit.
+
+    Args:
+        title: above it.
+        workers: its rows, sorted already.
+        key: by what they are sorted; that column is always there.
+        console: where it will be shown.
+        chosen: the row to mark.
+    """
+    columns, frame = dict(_COLUMNS), box.HEAVY_HEAD
+    left_out = [name for name in _LEFT_OUT if name != key]
+    unbounded = console.options.update_width(_WIDEST)
+    while True:
+        table = _mesh_table(columns, workers, key, chosen, frame)
+        if Measurement.get(console, unbounded, table).maximum <= console.width or not left_out:
+            table.title, table.expand = title, True  # not before: these are as wide as they can be
+            return table
+        frame = box.SIMPLE_HEAD
+        del columns[left_out.pop(0)]
+
+
+def _mesh_table(
+    columns: Mapping[str, _Column],
+    workers: Sequence[WorkerRates],
+    key: str,
+    chosen: WorkerRates | None,
+    frame: box.Box,
+) -> Table:
+    table = Table(title_justify="left", title_style="bold", box=frame)
+    for name, column in columns.items():
         heading = Text(column.heading, style="reverse" if name == key else "")
         table.add_column(heading, justify="left" if name in ("name", "state") else "right")
     for worker in workers:
-        cells = [column.cell(worker) for column in _COLUMNS.values()]
+        cells = [column.cell(worker) for column in columns.values()]
         cells[-1].stylize(_STATE_STYLES.get(worker.state, "yellow"))
         table.add_row(*cells, style="reverse" if worker is chosen else None)
     return table

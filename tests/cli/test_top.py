@@ -39,8 +39,8 @@ def top(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["top", *arguments])
 
 
-def look() -> MeshView:
-    [view], _ = find_meshes([PID], SOON, numbers=True)
+def look(pid: str = PID) -> MeshView:
+    [view], _ = find_meshes([pid], SOON, numbers=True)
     return view
 
 
@@ -48,8 +48,8 @@ def rates(before: MeshView | None = None) -> list[WorkerRates]:
     return mesh_rates([] if before is None else before.snapshots.values(), look())
 
 
-def states() -> dict[str, str]:
-    return {worker.name: worker.state for worker in rates()}
+def states(pid: str = PID) -> dict[str, str]:
+    return {worker.name: worker.state for worker in mesh_rates([], look(pid))}
 
 
 def call_often(worker: str, count: int) -> None:
@@ -149,10 +149,10 @@ def test_worker_at_a_breakpoint_says_so(mesh: Mesh) -> None:
     assert future.wait() == 3
 
 
-def test_worker_that_shuts_down_is_leaving_and_then_lost(mesh: Mesh) -> None:
+def test_worker_that_waits_for_the_others_to_leave_is_serving(mesh: Mesh) -> None:
     mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
     leaves = mesh.submit(1, lambda: mesh.agent(1).shutdown(timeout=SOON))
-    until(lambda: states() == {"worker0": "running", "worker1": "leaving"})
+    until(lambda: states() == {"worker0": "running", "worker1": "serving"})
     mesh.agent(0).close()
     leaves.result(SOON)
 
@@ -193,8 +193,35 @@ def test_table_is_printed_once(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.parametrize("sort", ["rank", "rrefs"])
+def test_a_narrow_terminal_gets_fewer_columns_and_nothing_is_cut_off(mesh: Mesh, sort: str) -> None:
+    mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
+    runner = CliRunner(env={"COLUMNS": "80"})
+    done = runner.invoke(main, ["top", "--once", "--interval", "0.3", "--sort", sort, PID])
+    assert done.exit_code == 0
+    assert "…" not in done.output
+    assert max(map(len, done.output.splitlines())) <= 80
+    heading = next(line for line in done.output.splitlines() if "worker " in line)
+    assert ("RRefs" in heading) == (sort == "rrefs")
+    assert "bytes" not in heading
+
+
+@pytest.mark.zrpc(processes=True, restarts=True)
+def test_a_worker_that_was_restarted_counts_once(mesh: Mesh) -> None:
+    mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
+    mesh.kill(1)
+    until(lambda: states(str(mesh.pid(0))) == {"worker0": "running", "worker1": "lost"})
+    command = ["top", "--once", "--interval", "0.3", str(mesh.pid(0))]
+    assert "Mesh of 1 worker, 1 lost" in CliRunner().invoke(main, command).output
+    mesh.restart(1)
+    mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
+    until(lambda: states(str(mesh.pid(0))) == {"worker0": "running", "worker1": "running"})
+    assert "Mesh of 2 workers" in CliRunner().invoke(main, command).output.splitlines()[0].strip()
+
+
+@pytest.mark.system
 def test_a_table_with_an_ellipsis_is_printed_in_ascii_too(mesh: Mesh) -> None:
-    runner = CliRunner(charset="ascii", env={"COLUMNS": "60"})
+    runner = CliRunner(charset="ascii", env={"COLUMNS": "30"})
     done = runner.invoke(main, ["top", "--once", "--interval", "0.3", PID])
     assert done.exit_code == 0
     assert "Mesh of 2 workers" in done.output

@@ -299,8 +299,9 @@ def _numbers(agent: Agent) -> dict[str, Any]:
 def _state(agent: Agent) -> str:
     if any(service.stats().get("breakpoints") for service in agent.services):
         return "at a breakpoint"
-    if agent.graceful_shutdown.phase >= Phase.BEGUN:
-        return "leaving"
+    phase = agent.graceful_shutdown.phase
+    if phase >= Phase.BEGUN:
+        return "serving" if phase == Phase.BEGUN else "leaving"
     # A stream may be read for as long as its worker lives.
     calls = (call for call in agent.caller.calls.in_flight() if call.kind != Kind.STREAM)
     oldest = next(calls, None)

@@ -71,7 +71,8 @@ class WorkerRates:
     """One worker between two snapshots; what is None is not known.
 
     Attributes:
-        state: ``running``, ``leaving`` (it has called `shutdown`), ``stuck`` (a call has waited for
+        state: ``running``, ``serving`` (it has called `shutdown`, and serves until the others do),
+            ``leaving`` (all have), ``stuck`` (a call has waited for
             the option ``warn_after``), ``at a breakpoint``, ``lost``, or ``no answer``.
         why: for the last two, the reason.
         calls_in, calls_out: executions for others, and own calls that had an outcome, per second.
@@ -106,7 +107,7 @@ class WorkerRates:
 
 
 def mesh_rates(before: Iterable[Snapshot], now: MeshView) -> list[WorkerRates]:
-    """Returns the rates of all workers of a mesh, by rank.
+    """Returns the rates of all workers of a mesh, by rank; not of those with a successor.
 
     Args:
         before: earlier snapshots. A worker that has none, or was restarted since, has no rates.
@@ -118,8 +119,11 @@ def mesh_rates(before: Iterable[Snapshot], now: MeshView) -> list[WorkerRates]:
     found = [
         _worker(earlier.get((each.host, each.directory)), each) for each in now.snapshots.values()
     ]
+    answered = {worker.rank for worker in found}
     for member, why in now.silent.items():
         state = "lost" if member in lost else "no answer"
+        if state == "lost" and rank_of(member) in answered:
+            continue  # it was restarted
         pid = now.pids.get(member) or None
         found.append(WorkerRates(now.names[member], rank_of(member), pid, state=state, why=why))
     return sorted(found, key=lambda worker: worker.rank)
