@@ -57,6 +57,12 @@ _PLOT = click.option(
     "[default: all but the starts of many workers, the skeletons and the steps]",
 )
 @click.option("--list", "only_list", is_flag=True, help="Print the names of the rows and exit.")
+@click.option(
+    "--device",
+    default="",
+    metavar="DEVICE",
+    help="Measure the rows of tensors with tensors on this device, such as cuda, by device maps.",
+)
 @click.option("--tcp", is_flag=True, help="Measure over loopback TCP, without faster transports.")
 @click.option(
     "--seconds",
@@ -81,6 +87,7 @@ def command(
     rounds: int,
     rows: tuple[str, ...],
     only_list: bool,
+    device: str,
     tcp: bool,
     seconds: float,
     deadline: float,
@@ -92,8 +99,9 @@ def command(
     Or that of zrpc and the actors of Ray or Monarch, in the rows that these can do.
 
     Each round starts fresh processes for either library, and for the lower limit: raw ZeroMQ, or
-    memcpy for large tensors. The table shows the median of each over the rounds, and how many
-    times faster zrpc is: the median, minimum and maximum over the rounds.
+    memcpy for large tensors; with --device, copies within the device. The table shows the median of
+    each over the rounds, and how many times faster zrpc is: the median, minimum and maximum over
+    the rounds.
 
     The exit code is 0 if zrpc completed all rows in all rounds; 1 if not, whatever the other
     library did; 130 after Ctrl-C, with a table of the results until then.
@@ -109,12 +117,13 @@ def command(
         click.echo("\n".join(row.name for row in all_rows()))
         return
     try:
-        groups = select(rows, against)
+        groups = select(rows, against, device)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--rows") from error
     _check_installed(against)
     if tcp and against in ACTOR_LIBRARIES:
         raise click.UsageError(f"--tcp compares with torch: {against} has no such option")
+    device = _usable_device(device, against, tcp) if device else ""
     _check_plot(plot_file)
     if plot_file is not None and against == "nothing":
         raise click.UsageError("--plot draws a comparison: remove --against nothing")
@@ -122,6 +131,7 @@ def command(
         against=None if against == "nothing" else against,
         rounds=rounds,
         tcp=tcp,
+        device=device,
         sampling=Sampling(seconds=seconds),
         deadline=deadline,
         mesh_timeout=deadline,
@@ -146,6 +156,20 @@ def _check_installed(against: str) -> None:
         raise click.UsageError(
             f"--against {against} needs {against}: pip install '{ACTOR_LIBRARIES[against]}'"
         )
+
+
+def _usable_device(device: str, against: str, tcp: bool) -> str:
+    """Returns the device with its index; refuses one that can't be measured here."""
+    from zrpc.bench.device import check_device
+    from zrpc.bench.library import ACTOR_LIBRARIES
+
+    if tcp or against in ACTOR_LIBRARIES:
+        what = "--tcp" if tcp else f"--against {against}"
+        raise click.UsageError(f"--device compares with torch's own transports: remove {what}")
+    try:
+        return check_device(device)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--device") from error
 
 
 def _check_plot(plot_file: Path | None) -> None:

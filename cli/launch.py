@@ -28,6 +28,16 @@ def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) 
     return dict(value.split("=", 1) for value in values)
 
 
+def _roles(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for value in values:
+        role, _equals, count = value.rpartition("=")
+        if not role or not count.isdecimal() or role in found:
+            raise click.BadParameter(f"expected NAME=NUMBER, each name once, but got {value!r}")
+        found[role] = int(count)
+    return found
+
+
 def _note_late_options(ctx: click.Context, args: tuple[str, ...]) -> None:
     """Notes an option of ours that stands after the script, if there is only one worker."""
     if ctx.get_parameter_source("nprocs") is not ParameterSource.DEFAULT:
@@ -67,7 +77,10 @@ _PDB = "ZRPC_PDB"
 _POST_MORTEM = "zrpc.services.debugger.debugger:post_mortem"
 
 _SECTIONS = {
-    "Workers": ("nprocs", "module", "no_python", "name_prefix", "env", "start_method", "drop_in"),
+    "Workers": (
+        *("nprocs", "module", "no_python", "roles", "name_prefix", "env", "start_method"),
+        "drop_in",
+    ),
     "Output": ("log_dir", "trace"),
     "Debugging and metrics": ("pdb", "metrics_port"),
     "Stopping": ("timeout", "grace"),
@@ -96,6 +109,15 @@ _SECTIONS = {
     default=1,
     show_default=True,
     help="Number of workers to start on this machine.",
+)
+@click.option(
+    "--role",
+    "roles",
+    metavar="NAME=NUMBER",
+    multiple=True,
+    callback=_roles,
+    help="Start this number of workers of a role, in place of --nprocs: --role learner=1 --role "
+    "rollout=4 names them learner0, rollout0 and so on, and sets ZRPC_ROLE. Can be repeated.",
 )
 @click.option(
     "--name-prefix",
@@ -204,6 +226,7 @@ def command(
     trace: Path | None,
     drop_in: bool,
     pdb: bool,
+    roles: dict[str, int],
     **others: Any,
 ) -> None:
     """Start N workers of SCRIPT on this machine and watch them until all have exited.
@@ -212,6 +235,7 @@ def command(
       zrpc launch -n 4 train.py --lr 0.1
       zrpc launch -n 4 -m package.train
       zrpc launch -n 4 --max-restarts 3 train.py
+      zrpc launch --role learner=1 --role rollout=4 train.py
 
     This is for one machine. On several, start the workers with torchrun or with a scheduler.
 
@@ -231,6 +255,8 @@ def command(
     WORLD_SIZE is not set, and a second launch with --join can add workers.
     """  # noqa: D301 - click looks for that character
     _note_late_options(ctx, args)
+    if roles and ctx.get_parameter_source("nprocs") is ParameterSource.DEFAULT:
+        others["nprocs"] = sum(roles.values())
     if drop_in:
         os.environ.update(child_environment(os.environ))
     if iface is not None:
@@ -239,7 +265,7 @@ def command(
         env = {**env, "ZRPC_METRICS_PORT": metrics_port}
     if pdb:
         env = {"PYTHONBREAKPOINT": "zrpc.breakpoint", **env, _PDB: "1"}
-    job = Job(script, args, env=env, on_error=_POST_MORTEM if pdb else "", **others)
+    job = Job(script, args, roles=roles, env=env, on_error=_POST_MORTEM if pdb else "", **others)
     try:
         code = launch(job) if trace is None else _launch_traced(job, trace)
     except (ValueError, FileNotFoundError) as error:

@@ -52,6 +52,8 @@ nitpick_ignore_regex = [
     ("py:class", r"zrpc\.testing\.worker\.Work"),
     # The proxies of RRefs.
     ("py:class", r"zrpc\.services\.rref\.proxy\.Proxy"),
+    # A future of concurrent.futures that can be awaited.
+    ("py:class", r"zrpc\.testing\.worker\.MeshFuture"),
     ("py:exc", r"(?!zrpc\.).*"),
     # Internals, in the docstrings that explain the protocols.
     ("py:obj", r"References\.\w+"),

@@ -16,6 +16,8 @@ It corresponds to "Distributed Pipeline Parallelism Using RPC" in PyTorch's tuto
 that are written out here. The task is to tell apart noisy stripes of four directions.
 
     zrpc launch --nprocs 4 examples/pipeline_parallel.py
+
+With ``--device cuda`` each stage is on a GPU. Device maps say where what it receives arrives.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ def make_layers(stage: int) -> nn.Sequential:
 class Stage:
     """One stage of the network, on its own worker."""
 
-    def __init__(self, stage: int, seed: int) -> None:
+    def __init__(self, stage: int, seed: int, device: torch.device) -> None:
         torch.manual_seed(seed + stage)
-        self.layers = make_layers(stage)
+        self.layers = make_layers(stage).to(device)
         # Computing the pieces one after the other is faster than all at once.
         self.lock = threading.Lock()
 
@@ -93,8 +95,11 @@ class Stage:
 class Pipeline:
     """The whole network, as the master sees it."""
 
-    def __init__(self, workers: list[str], seed: int) -> None:
-        self.stages = [rpc.remote(name, Stage, (i, seed)) for i, name in enumerate(workers)]
+    def __init__(self, workers: list[str], options: argparse.Namespace) -> None:
+        self.stages = [
+            rpc.remote(name, Stage, (i, options.seed, device_of(i + 1, options.device)))
+            for i, name in enumerate(workers)
+        ]
 
     def forward(self, images: torch.Tensor, pieces: int) -> torch.Tensor:
         first, second, last = self.stages
@@ -120,7 +125,7 @@ def train(
     workers: list[str], pieces: int, steps: int, options: argparse.Namespace
 ) -> tuple[list[float], float]:
     """On the master: returns the losses, and the time of the fastest step in seconds."""
-    pipeline = Pipeline(workers, options.seed)
+    pipeline = Pipeline(workers, options)
     parameters = [rref for stage in pipeline.stages for rref in stage.rpc_sync().parameters()]
     optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=LEARNING_RATE)
     generator = torch.Generator().manual_seed(options.seed)
@@ -156,19 +161,37 @@ def run(workers: list[str], options: argparse.Namespace) -> str | None:
     return None
 
 
+def device_of(rank: int, wanted: str) -> torch.device:
+    """Returns the device of a worker; on one host its rank is its ``LOCAL_RANK``."""
+    device = torch.device(wanted if rank else "cpu")  # the master computes on the CPU
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, (rank - 1) % torch.get_device_module(device).device_count())
+
+
+def device_maps(names: list[str], wanted: str) -> rpc.ZmqRpcBackendOptions:
+    """Returns options that let what a worker sends and fetches arrive on the other's device."""
+    options = rpc.ZmqRpcBackendOptions()
+    own = device_of(int(os.environ["LOCAL_RANK"]), wanted)
+    for rank, name in enumerate(names):
+        options.set_device_map(name, {own: device_of(rank, wanted)})
+    return options
+
+
 def main() -> None:
     """Runs this worker: the master if its rank is 0, otherwise a stage."""
     parser = argparse.ArgumentParser(description="Train a network in three stages.")
     parser.add_argument("--steps", type=int, default=12, help="default: %(default)s")
     parser.add_argument("--batch", type=int, default=256, help="images; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--device", default="cpu", help="of the stages; default: %(default)s")
     options = parser.parse_args()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if world_size != 4:
         parser.error(f"expected 4 workers, but got {world_size}")
     torch.set_num_threads(1)  # only the stages may run in parallel
     names = ["master", "stage0", "stage1", "stage2"]
-    rpc.init_rpc(names[rank])
+    rpc.init_rpc(names[rank], rpc_backend_options=device_maps(names, options.device))
     failure = run(names[1:], options) if rank == 0 else None
     rpc.shutdown()  # stages answer calls here until the master is done
     sys.exit(failure)

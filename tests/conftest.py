@@ -50,6 +50,7 @@ _SYSTEM_PATHS = (
     "drop_in/test_run.py",
     "engines",
     "examples",
+    "gpu",
     "integrations",
     "launch/test_descriptors.py",
     "launch/test_server.py",

@@ -23,14 +23,14 @@ class _NotedLock:
 
     def __init__(self, module: str) -> None:
         self._lock = _make()
-        self._module = module
+        self.module = module
         self.locked, self._is_owned = self._lock.locked, self._lock.locked
 
     def acquire(self, *args: Any, **kwargs: Any) -> bool:
         taken = self._lock.acquire(*args, **kwargs)
         if taken:
             held = _held.__dict__.setdefault("locks", [])
-            _orders.update((each._module, self._module) for each in held)
+            _orders.update((each.module, self.module) for each in held)
             held.append(self)
         return taken
 

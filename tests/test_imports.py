@@ -54,7 +54,7 @@ FACE = {
     "zrpc.streams",
 }
 # What goes by value in a pickle.
-VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts"}
+VALUES = {"zrpc.by_value", "zrpc.class_versions", "zrpc.error_parts", "zrpc.function_homes"}
 # A service may know these others, and no more.
 NEIGHBOURS = {
     ("actors", "rref"),
@@ -79,28 +79,30 @@ _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
         garbage_collector gates green_threads interrupts leader_follower processor_time
         resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
-    "zrpc.wire": "cut exceptions graph_capture kind member_id message parts pickling unpickling",
+    "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message parts
+        pickling unpickling""",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
-    "zrpc.membership": """cluster_environment endpoints failure_detector hooks init_method
-        launched liveness missing_ranks peer_record rendezvous secret signed_store store view
-        worker_info""",
-    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec execution
+    "zrpc.membership": """agreement cluster_environment device_maps device_settings endpoints
+        failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous
+        secret signed_store store view worker_info""",
+    "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec
+        current_device execution
         function_names future future_error future_group last_calls main_copies message_hooks
-        open_telemetry outbox pending_call pending_calls recorder""",
+        open_telemetry outbox pending_call pending_calls recorder unmapped""",
     "zrpc.agent": "agent current service shutdown stats",
-    "zrpc.services": """actors.service autograd.grad_lock autograd.service batching.service
-        collectives debugger.prompt debugger.service elastic.join elastic.limits groups.arguments
-        groups.future groups.gathering groups.group groups.relay groups.service
-        inspection.discovery inspection.rates inspection.report inspection.service
-        inspection.snapshot metrics.service names.claims names.service queue.service rref.rref
-        rref.service shm.segments shm.service streams.service streams.stream tracing.service
-        weights.publisher weights.service weights.subscriber""",
-    "zrpc.launch": """. child console descriptors interpreter output port roles starter task
-        terminal worker""",
+    "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
+        batching.service collectives debugger.prompt debugger.service devices.service
+        elastic.join elastic.limits groups.arguments groups.future groups.gathering groups.group
+        groups.relay groups.service inspection.discovery inspection.rates inspection.report
+        inspection.service inspection.snapshot metrics.service names.claims names.service
+        queue.service rref.rref rref.service shm.segments shm.service streams.service
+        streams.stream tracing.service weights.publisher weights.service weights.subscriber""",
+    "zrpc.launch": """. child console descriptors interpreter line_splitter output port roles
+        starter store task terminal throttle worker""",
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
-    "zrpc.bench": """library link machine namespaces plot progress rows run sampling scale
+    "zrpc.bench": """device library link machine namespaces plot progress rows run sampling scale
         soak.progress soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",

@@ -31,13 +31,15 @@ TORCH_PRIVATE_NAMES = words("""
     _get_current_rpc_agent _is_current_rpc_agent_set _set_rpc_timeout _wait_all
 """)
 OWN_NAMES = words("""
-    AuthenticationError BackwardError Call CallFilter CallbackError GroupError NotInitializedError
+    AuthenticationError BackwardError Call CallFilter CallbackError DriverMesh GroupError
+    NotInitializedError
     OptionError OwnerDied ProcessGroupRpcBackendOptions ProtocolError Queue QueueClosed RemoteError
     RendezvousError RpcCancelledError RpcError RpcTimeoutError SerializationError Stream actor
     UNSET_RPC_TIMEOUT WorkerDied ZmqRpcBackendOptions all_gather as_completed barrier
     batched
     breakpoint collect_all current_call get_actor get_worker_infos is_initialized local_mesh
-    on_worker_joined on_worker_lost rpc_stream session span set_rpc_timeout spawn stats trace
+    on_worker_joined on_worker_lost rpc_stream session span set_rpc_timeout spawn start_mesh stats
+    trace
     wait_all world_size
 """)
 REQUIRED = inspect.Parameter.empty

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from zrpc import torch_internals
+from zrpc.testing import Mesh, fake_device
 from zrpc.torch_internals import (
     ACCUMULATE_NODE,
+    EngineLocal,
     any_hook_before,
     apply_function,
     base_of,
@@ -173,6 +176,30 @@ def test_any_hook_before(leaf: torch.Tensor) -> None:
     leaf.register_hook(nothing)
     assert before + 1 == RemovableHandle.next_id
     assert any_hook_before()
+
+
+def see_values_in_threads() -> list[tuple[bool, str | None]]:
+    fake_device()
+    local: EngineLocal[str] = EngineLocal("a test's")
+    caller, seen = threading.get_ident(), []
+
+    def run() -> None:
+        y = torch.ones(2, device="fake:0", requires_grad=True) * 2
+        y.register_hook(lambda _: seen.append((threading.get_ident() != caller, local.get())))
+        y.sum().backward()
+
+    assert local.set("outer") is None
+    assert local.set("inner") == "outer"
+    run()
+    local.set(None)
+    run()
+    return seen
+
+
+@pytest.mark.zrpc(workers=1, processes=True)
+def test_enginelocal(mesh: Mesh) -> None:
+    """The values of a thread hold in the threads of torch's engine that it calls, and end."""
+    assert mesh.run(0, see_values_in_threads) == [(True, "inner"), (True, None)]
 
 
 def test_has_process_group() -> None:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from zrpc.calls.future_group import wait_all as wait_all
     from zrpc.constants import UNSET_RPC_TIMEOUT as UNSET_RPC_TIMEOUT
     from zrpc.driver.mesh import DriverMesh as DriverMesh
+    from zrpc.driver.mesh import connect as connect
     from zrpc.driver.mesh import start_mesh as start_mesh
     from zrpc.errors import *  # noqa: F403
     from zrpc.functions import batched as batched
@@ -97,7 +98,7 @@ _NAMES = {
     "zrpc.calls.future": "Future",
     "zrpc.calls.future_group": "as_completed collect_all wait_all",
     "zrpc.constants": "UNSET_RPC_TIMEOUT",
-    "zrpc.driver.mesh": "DriverMesh start_mesh",
+    "zrpc.driver.mesh": "DriverMesh connect start_mesh",
     "zrpc.errors": " ".join(errors.__all__),
     "zrpc.functions": "batched",
     "zrpc.groups": "each group share split",
@@ -118,7 +119,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 # Without the modules.
 _PUBLIC = sorted(name for name in _HOME if _HOME[name] != "zrpc" and not name.startswith("_"))
 # A star import would hide what a program has under these names, or under those of the modules.
-_NOT_FOR_STAR = {"concurrent", "each", "group", "share", "split"}
+_NOT_FOR_STAR = {"concurrent", "connect", "each", "group", "share", "split"}
 __all__ = [name for name in _PUBLIC if name not in _NOT_FOR_STAR]
 
 

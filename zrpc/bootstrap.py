@@ -19,6 +19,8 @@ from torch.distributed import Store
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
+from zrpc.membership.device_maps import check_device_maps
+from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.endpoints import (
     Meeting,
     address_of,
@@ -29,7 +31,7 @@ from zrpc.membership.endpoints import (
     make_keys,
 )
 from zrpc.membership.init_method import local_world_size, restart_count
-from zrpc.membership.peer_record import PeerRecord
+from zrpc.membership.peer_record import PeerRecord, own_version
 from zrpc.membership.rendezvous import StoreLost, meet
 from zrpc.membership.secret import ClusterSecret, find_secret
 from zrpc.membership.store import connect_store
@@ -38,10 +40,12 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.green_threads import check_threads
 from zrpc.services.actors.service import ActorService
+from zrpc.services.agreement import AgreementService
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.batching.service import BatchingService
 from zrpc.services.collectives import Collectives
 from zrpc.services.debugger.service import DebuggerService
+from zrpc.services.devices.service import DeviceService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.services.groups.relay import RelayService
@@ -62,6 +66,7 @@ __all__ = ["join_by_init_method", "join_mesh"]
 
 # What an agent has, in the order in which it is plugged in.
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
+    AgreementService,
     SharedMemoryService,
     plug_in_rrefs,
     ActorService,
@@ -78,6 +83,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     BatchingService,
     QueueService,
     WeightsService,
+    DeviceService,
 )
 _PROCESS_TOKEN = secrets.token_hex(8)
 # ZeroMQ's limits are set for an elastic mesh of this size.
@@ -200,6 +206,9 @@ def join_mesh(
             public_key="" if keys is None else keys.public,
             restarts=restarts or 0,
             local_world_size=local_world_size(world_size, init_method),
+            devices=DeviceSettings.of(options).dump(),
+            version=own_version(),
+            heartbeat_timeout=options.heartbeat_timeout,
         )
         if world_size is None or restarts is not None:
             record = replace(record, endpoint=listen(meeting))
@@ -220,7 +229,7 @@ def _join_fixed(
         meeting.options.init_timeout,
         meeting.secret,
         listen=partial(listen_if_needed, meeting, record),
-        check=check_reachable,
+        check=_check,
     )
     own = records[record.rank]
     if own.endpoint:
@@ -234,6 +243,11 @@ def _join_fixed(
         agent.close()
         raise
     return agent
+
+
+def _check(records: Sequence[PeerRecord]) -> None:
+    check_device_maps(records)
+    check_reachable(records)
 
 
 def _main_key() -> str:

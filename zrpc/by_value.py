@@ -1,11 +1,13 @@
 """Pickles functions and classes that can't be imported: by value, as cloudpickle does.
 
-Five things differ from cloudpickle:
+Six things differ from cloudpickle:
 
 - What can be found in the main script by its name is pickled by that name if the receiver runs the
   same script.
 - A class is made once at a receiver, and has a state of its own there from then on: see
   `ClassVersions`.
+- A function that comes back to the process that has defined it is the original there, with its own
+  globals: see `zrpc.function_homes`.
 - A class has the slots that it was defined with. cloudpickle leaves them out, so its instances have
   another state than those of the original.
 - A function with a cache (``functools.lru_cache``) is sent as other functions are, and the copy's
@@ -32,6 +34,7 @@ from cloudpickle.cloudpickle import _DYNAMIC_CLASS_TRACKER_BY_ID
 
 from zrpc.class_versions import ClassVersions
 from zrpc.error_parts import ErrorReducers
+from zrpc.function_homes import Origin, find_home, is_copy, note_copy, origin_of
 from zrpc.runtime.interrupts import suppressing
 
 __all__ = ["ByValuePickler", "find_in_main"]
@@ -42,7 +45,7 @@ _CACHED: type = type(functools.lru_cache(len))
 _CLOUDPICKLE = vars(sys.modules["cloudpickle.cloudpickle"])
 # What has a name in a module that it can be found by.
 _NAMED = (types.FunctionType, _CACHED, type, types.ModuleType, TypeVar)
-# The length of what cloudpickle reduces a class to if it goes by value.
+# The length of what cloudpickle reduces a function or a class to if it goes by value.
 _BY_VALUE_PARTS = 6
 _reduce: Any = cloudpickle.Pickler.dispatch_table[types.CodeType]
 _versions = ClassVersions(_DYNAMIC_CLASS_TRACKER_BY_ID)
@@ -122,7 +125,13 @@ class ByValuePickler(cloudpickle.Pickler):
         if type(obj) is _CACHED:
             return _reduce_cached(obj)
         reduced = super().reducer_override(obj)
-        if isinstance(obj, type) and type(reduced) is tuple and len(reduced) == _BY_VALUE_PARTS:
+        if type(reduced) is not tuple or len(reduced) != _BY_VALUE_PARTS:
+            return reduced
+        if type(obj) is types.FunctionType:
+            make, arguments, state, *_, fill = reduced
+            arguments = origin_of(obj), make, *arguments
+            return _make_function, arguments, (fill, state), None, None, _fill_copy
+        if isinstance(obj, type):
             number = _versions.number(obj)
             # Again, since a function may have changed before the version was read.
             make, arguments, state, *_, fill = super().reducer_override(obj)
@@ -207,3 +216,24 @@ def _make_once(make: Callable[..., type], *arguments: Any) -> type:
 def _fill(cls: type, state: tuple[int, Callable[..., Any], tuple[dict[str, Any], Any]]) -> None:
     number, fill, (attributes, more) = state
     _versions.fill(cls, number, attributes, lambda cls, taken: fill(cls, (taken, more)))
+
+
+def _make_function(
+    origin: Origin, make: Callable[..., Any], code: Any, shared: Any, *more: Any
+) -> Any:
+    """Returns the function that comes home, or a copy; ``shared`` are the globals of the copies."""
+    function, own_globals = find_home(origin)
+    if function is None:
+        function = make(code, shared if own_globals is None else own_globals, *more)
+        note_copy(function, origin)
+    return function
+
+
+def _fill_copy(function: Any, state: tuple[Callable[..., Any], tuple[Any, dict[str, Any]]]) -> None:
+    """Gives a copy its globals and attributes; the original keeps its own."""
+    fill, (attributes, slots) = state
+    if not is_copy(function):
+        return
+    if function.__globals__ is getattr(sys.modules.get(slots["__module__"]), "__dict__", None):
+        slots = {**slots, "__globals__": {}}  # a copy at home
+    fill(function, (attributes, slots))

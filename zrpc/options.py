@@ -46,6 +46,8 @@ _PORTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", re.ASCII)
 _LAST_PORT = 65535
 
 _Device = int | str | torch.device
+# In device maps: all other workers.
+ANY_WORKER = "*"
 
 
 class RpcBackendOptions:
@@ -134,6 +136,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             beside its message, which bounds the number of calls. 0 means no limit.
         heartbeat_timeout: seconds without a heartbeat after which a worker is declared dead: its
             process is stopped, or its network is cut. Calls to it then fail with `WorkerDied`.
+            All workers of a mesh must have the same.
             Heartbeats are sent even while its Python code can't run. A worker that was never
             reached is waited for longer while others that were asked at the same time still
             answer for the first time. The exit of a process is noticed sooner, without heartbeats.
@@ -146,9 +149,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             waits that long if another handler computes in Python. Python's default is 0.005.
             Applies to the process while an agent is running (the smallest value if there are
             several), and never raises Python's setting. 0 leaves it unchanged.
-        device_maps: accepted for scripts that set it. zrpc sends no device memory yet, so sending
-            a tensor that isn't on the CPU is an error.
-        devices: accepted for scripts that set it.
+        device_maps: for each callee's name, the device there on which tensors of calls arrive, for
+            each device here; see `set_device_map`. Results come back by the inverse. All workers
+            check the maps of all in `zrpc.init_rpc`.
+        devices: the devices of this worker that take part. Default: those in the maps.
         num_send_recv_threads: another name of ``num_worker_threads``, which it replaces if it is
             set; for scripts that were written for torch 1.7 or older.
 
@@ -277,31 +281,48 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     @devices.setter
     def devices(self, devices: Sequence[_Device]) -> None:
         found = [_to_device(device) for device in devices]
-        for device in found:
-            if device.type != "cuda":
-                raise ValueError(
-                    "`set_devices` expect a list of CUDA devices, but got device type "
-                    f"{device.type}."
-                )
+        if torch.device("cpu") in found:
+            raise ValueError(
+                "`set_devices` expect a list of devices such as GPUs, but got device type cpu: it "
+                "always takes part"
+            )
         self._devices = found
 
     def set_device_map(self, to: str, device_map: Mapping[_Device, _Device]) -> None:
-        """Adds entries to the device map for the callee ``to``.
+        """Adds entries to the device map for the callee ``to``, or for all others by ``"*"``.
+
+        Args:
+            to: a worker's name; ``"*"`` stands for all other workers that have no map of their own.
+            device_map: for each device here the one there, such as ``{"cuda:0": "cuda:1"}``. A
+                number stands for an accelerator. ``"cpu"`` may be either of them.
 
         Raises:
             ValueError: two devices would map to the same one, or one of them to two.
+            RuntimeError: torch knows no such device here.
+
+        Example:
+            >>> options = ZmqRpcBackendOptions()
+            >>> options.set_device_map("worker1", {"cuda:0": "cuda:1"})
+            >>> options.device_maps["worker1"]
+            {device(type='cuda', index=0): device(type='cuda', index=1)}
         """
-        merged = dict(self._device_maps.get(to, {}))
-        sources = {target: source for source, target in merged.items()}
+        added: dict[torch.device, torch.device] = {}
         for source, target in device_map.items():
             source, target = _to_device(source), _to_device(target)
-            if merged.get(source, target) != target or sources.get(target, source) != source:
+            if target in added.values():
+                raise ValueError(
+                    "`device_map` only supports 1-to-1 mapping, trying to map two devices to "
+                    f"{target}: {device_map}"
+                )
+            added[source] = target
+        before = self._device_maps.setdefault(to, {})
+        for source, target in added.items():
+            if before.get(source, target) != target:
                 raise ValueError(
                     "`set_device_map` only supports 1-to-1 mapping, trying to map "
-                    f"{source} to {target}, but the map for {to} is {merged}"
+                    f"{source} to {target} and {before[source]}"
                 )
-            merged[source], sources[target] = target, source
-        self._device_maps[to] = merged
+        before.update(added)
 
     def set_devices(self, devices: Sequence[_Device]) -> None:
         """Sets the devices of this worker that take part."""
@@ -314,8 +335,15 @@ ProcessGroupRpcBackendOptions = ZmqRpcBackendOptions  # of torch 1.4 to 1.7
 
 
 def _to_device(device: _Device) -> torch.device:
-    # torch.device(0) raises an error on a machine without a GPU, but scripts for GPUs run there.
-    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if isinstance(device, int):
+        # torch.device(0) raises an error on a machine without a GPU, but scripts for GPUs run
+        # there.
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if accelerator is None else accelerator.type, device)
+    found = torch.device(device)
+    if found.type == "cpu":
+        return torch.device("cpu")
+    return found if found.index is not None else torch.device(found.type, 0)
 
 
 def is_unset(seconds: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch.autograd import profiler
@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "ACCUMULATE_NODE",
+    "EngineLocal",
     "Hooks",
     "any_hook_before",
     "apply_function",
@@ -47,6 +48,34 @@ run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 # The run whose node or hook this thread runs; -1 if there is none. A hook on a node that several
 # runs share so knows which of them has called it.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+T = TypeVar("T")
+
+
+class EngineLocal(Generic[T]):
+    """A value of a thread, which the threads of torch's engine have as well that it calls.
+
+    Args:
+        name: unique in the process.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def get(self) -> T | None:
+        """Returns this thread's value; None if it has none."""
+        if not torch._C._is_key_in_tls(self._name):
+            return None
+        value: T | None = torch._C._get_obj_in_tls(self._name)
+        return value
+
+    def set(self, value: T | None) -> T | None:
+        """Sets this thread's value; returns what it was before, to be set again at the end."""
+        before = self.get()
+        torch._C._stash_obj_in_tls(self._name, value)
+        return before
+
 
 # A Function's `apply` without the Python that looks for tensors of torch.func.
 apply_function: Any = torch._C._FunctionBase.__dict__["apply"]

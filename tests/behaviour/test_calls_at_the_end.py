@@ -102,20 +102,6 @@ def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
 
 
-@pytest.mark.zrpc(workers=3)
-def test_threads_of_all_workers_that_call_each_other_get_errors(mesh: Mesh) -> None:
-    peers = [(rank, peer, pause) for rank in range(3) for peer in range(3) for pause in (0, 0.001)]
-    ends = [
-        in_thread(mesh, rank, lambda peer=peer, pause=pause: until_refused(  # type: ignore[misc]
-            lambda: rpc.rpc_sync(peer, echo, (1,)), pause
-        ))
-        for rank, peer, pause in peers
-    ]  # fmt: skip
-    shut_down(mesh)
-    for each in ends:
-        assert isinstance(each.result(SOON), rpc.NotInitializedError)
-
-
 def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
     left = threading.Event()
 

@@ -167,17 +167,27 @@ def wait_for_its_end(seconds: float) -> None:
     _steps.put(rpc.current_call().wait_cancelled(seconds))
 
 
-def test_device_maps() -> None:
-    """Devices may be numbers, also on a machine without any."""
-    zero, one, three = (torch.device("cuda", i) for i in (0, 1, 3))
+def test_devices_may_be_numbers_also_on_a_machine_without_any() -> None:
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
+    zero, one = (torch.device(accelerator.type, i) for i in (0, 1))
     options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {0: 1}}, devices=[0])
     assert (options.device_maps, options.devices) == ({"w1": {zero: one}}, [zero])
+
+
+def test_devices_without_an_index_are_the_first_of_their_type() -> None:
+    options = rpc.ZmqRpcBackendOptions(device_maps={"*": {"mps": "cuda", "cpu:0": "cpu"}})
+    cpu, first = torch.device("cpu"), [torch.device(kind, 0) for kind in ("mps", "cuda")]
+    assert options.device_maps == {"*": {first[0]: first[1], cpu: cpu}}
+
+
+def test_device_maps() -> None:
+    zero, one, three = (torch.device("cuda", i) for i in (0, 1, 3))
     options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {"cuda:0": "cuda:1"}})
     options.set_device_map("w1", {"cuda:1": zero})
     options.set_device_map("w2", {zero: "cuda:3"})
     assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
-    with pytest.raises(ValueError, match="1-to-1"):
-        options.set_device_map("w1", {"cuda:2": "cuda:0"})
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping, trying"):
+        options.set_device_map("w1", {"cuda:2": "cuda:3", "cuda:3": "cuda:3"})
     with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying"):
         options.set_device_map("w1", {"cuda:0": "cuda:2"})
     assert options.device_maps["w1"] == {zero: one, one: zero}
@@ -187,5 +197,7 @@ def test_device_maps() -> None:
     assert options.devices == [zero, one]
     options.devices = ["cuda:3"]
     assert options.devices == [three]
-    with pytest.raises(ValueError, match="`set_devices` expect a list of CUDA devices, but got"):
+    with pytest.raises(
+        ValueError, match="`set_devices` expect a list of devices such as GPUs, but"
+    ):
         options.set_devices(["cpu"])

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from tests.support.warm import warm_commands
@@ -134,3 +135,34 @@ assert not {"torch", "matplotlib", "rich"} & set(sys.modules), "imported"
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_tensors_on_a_device_are_measured_beside_a_copy_there() -> None:
+    done = invoke(
+        *("--device", "fake", "--against", "nothing", "--rounds", "1", "--seconds", "0.01"),
+        *("--rows", "one way, 1 MiB|echo, 4 KiB|echo, 100 tensors|empty call"),
+    )
+    assert done.exit_code == 0, done.output
+    assert "tensors on fake:0" in done.output
+    rows = [line for line in done.output.splitlines() if "device copy" in line]
+    assert [row[:8] for row in rows] == ["echo, 4 ", "one way,", "echo, 10"]
+
+
+def test_a_device_that_can_not_be_measured_is_refused() -> None:
+    for arguments, reason in (
+        (["--device", "fake:2"], "finds 2 of type fake"),
+        (["--device", "nothing"], "such as cuda or cuda:1, but got 'nothing'"),
+        (["--device", "cpu"], "other than the CPU"),
+        (["--device", "fake", "--tcp"], "remove --tcp"),
+        (["--device", "fake", "--rows", "empty call"], "no row that matches empty call"),
+    ):
+        done = invoke(*arguments)
+        assert done.exit_code == 2
+        assert reason in " ".join(done.output.replace("│", "").split())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_cuda_is_refused_without_a_gpu() -> None:
+    done = invoke("--device", "cuda")
+    assert done.exit_code == 2
+    assert "finds 0 of type cuda" in " ".join(done.output.replace("│", "").split())

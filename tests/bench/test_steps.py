@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import copy
+from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.own_process import passes_in_its_own_process
 from zrpc.bench import skeleton, targets
 from zrpc.bench.mesh import Mesh
 from zrpc.bench.rows import all_rows
@@ -62,20 +63,7 @@ def test_the_skeleton_sends_tensors_errors_and_many_calls_at_once() -> None:
         assert [end.wait(call) for call in calls] == list(range(200))
 
 
-def gradients_at_the_peer(context: int) -> list[torch.Tensor]:
-    return list(skeleton.gradients[context].values())
-
-
 @pytest.mark.system
 def test_a_step_of_the_skeleton_has_the_gradients_of_one_process() -> None:
-    inputs, layer = torch.ones(32, 4), targets.linear(4)
-    there = copy.deepcopy(layer)  # the peer is forked, so its layer is equal
-    with skeleton.start_peer() as end:
-        hidden = layer(inputs)
-        for position in range(2):
-            hidden = skeleton.RemoteLayer.apply(hidden, end, 7, position)
-        found = [*torch.autograd.grad(hidden.sum(), list(layer.parameters()))]
-        found += end.call(gradients_at_the_peer, 7)
-    loss = there(there(layer(inputs))).sum()
-    expected = torch.autograd.grad(loss, [*layer.parameters(), *there.parameters()])
-    torch.testing.assert_close(found, list(expected))
+    """torch's engine refuses a process that was forked from one with threads of the engine."""
+    passes_in_its_own_process(Path(__file__).with_name("skeleton_cases.py"))

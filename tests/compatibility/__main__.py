@@ -2,6 +2,7 @@
 
 python -m tests.compatibility            # fails if docs/compatibility.md doesn't hold
 python -m tests.compatibility --update   # also runs them on torch, and writes the page
+python -m tests.compatibility --cuda     # those of CUDA that torch itself passes on this machine
 """
 
 from __future__ import annotations
@@ -76,6 +77,19 @@ def update(jobs: int) -> None:
     table.PAGE.write_text(table.write(page, rows))
 
 
+def cuda() -> list[str]:
+    """Runs torch's tests of CUDA; returns how zrpc differs in those that torch passes here."""
+    on_torch = results(["cuda"], 1, on_zrpc=False)
+    names = [name for name, result in on_torch.items() if _passes(result)]
+    print(f"torch passes {len(names)} of its {len(on_torch)} tests of CUDA here")
+    found = results(names, 1, on_zrpc=True) if names else {}
+    return [
+        f"{name}: {result['outcome']}\n{result['reason']}"
+        for name, result in found.items()
+        if not _passes(result)
+    ]
+
+
 def _passes(result: dict[str, Any]) -> bool:
     return bool(result["outcome"] == "passes")
 
@@ -83,8 +97,12 @@ def _passes(result: dict[str, Any]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.compatibility", description=__doc__)
     parser.add_argument("--update", action="store_true", help="write docs/compatibility.md")
+    parser.add_argument("--cuda", action="store_true", help="run those of CUDA, and write nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
+    if options.cuda:
+        problems = cuda()
+        sys.exit("\n".join(problems) or None)
     if options.update:
         update(options.jobs)
     problems = unexpected(list(table.read(table.PAGE.read_text())), options.jobs)

@@ -1,7 +1,8 @@
 """Torch's own tests of its RPC, as its wheel contains them, with workers that are forked.
 
-Not among them are the suites of TorchScript's calls, which zrpc doesn't have, of CUDA, and those
-that inject faults into torch's own agent.
+The suites of CUDA have workers that are spawned, and are apart: most need several GPUs. Not among
+them are the suites of TorchScript's calls, which zrpc doesn't have, and those that inject faults
+into torch's own agent.
 """
 
 from __future__ import annotations
@@ -37,6 +38,12 @@ _CLASSES = (
     parameter_server_test.ParameterServerTest,
     reinforcement_learning_rpc_test.ReinforcementLearningRpcTest,
 )
+_CUDA_CLASSES = (
+    *(rpc_test.CudaRpcTest, rpc_test.TensorPipeAgentCudaRpcTest),
+    *(dist_autograd_test.CudaDistAutogradTest, dist_autograd_test.TensorPipeCudaDistAutogradTest),
+    *(remote_module.CudaRemoteModuleTest, ddp.CudaDdpComparisonTest),
+)
+CUDA = "cuda"  # in place of a test's name: all of CUDA
 _Fixture = tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture
 _TEST_SECONDS = 60  # more than torch's tests take on a busy machine
 
@@ -49,17 +56,28 @@ class _ForkedWorkers(common_distributed.MultiProcessTestCase):
         self._start_processes(torch.multiprocessing.get_context("fork").Process)
 
 
+class _SpawnedWorkers(common_distributed.MultiProcessTestCase):
+    """Workers that use CUDA, which a forked process couldn't if this one has asked for it."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+
 SUITES = {cls.__name__: type(cls.__name__, (cls, _Fixture, _ForkedWorkers), {}) for cls in _CLASSES}
-for _name, _suite in SUITES.items():
+_CUDA_SUITES = {
+    cls.__name__: type(cls.__name__, (cls, _Fixture, _SpawnedWorkers), {}) for cls in _CUDA_CLASSES
+}
+for _name, _suite in (SUITES | _CUDA_SUITES).items():
     _suite.__module__ = __name__
     globals()[_name] = _suite  # a test sends a method of its own
 common_distributed.TIMEOUT_DEFAULT = _TEST_SECONDS
 
 
-def names() -> list[str]:
+def names(suites: dict[str, type] = SUITES) -> list[str]:
     """Returns the tests, as ``Suite.test``. Those of a base class are listed only there."""
     found: dict[str, list[str]] = {}
-    for suite, cls in SUITES.items():
+    for suite, cls in suites.items():
         loaded = unittest.defaultTestLoader.getTestCaseNames(cls)
         listed = {name for names in found.values() for name in names}
         found[suite] = [name for name in loaded if name not in listed]
@@ -70,7 +88,7 @@ def run(name: str) -> tuple[str, str]:
     """Runs one test; returns "passes", "skipped" or "fails", and the reason or traceback."""
     suite, _, method = name.partition(".")
     result = unittest.TestResult()
-    SUITES[suite](method).run(result)
+    (SUITES | _CUDA_SUITES)[suite](method).run(result)
     if result.skipped:
         return "skipped", result.skipped[0][1]
     problems = [trace for _, trace in result.errors + result.failures]
@@ -82,10 +100,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a forked worker passes by what torch has made
     with open(sys.argv[1], "a") as results:
-        for name in sys.argv[2:] or names():
+        for name in names(_CUDA_SUITES) if sys.argv[2:] == [CUDA] else sys.argv[2:] or names():
             outcome, reason = run(name)
             suite, _, method = name.partition(".")
-            private = private_names(SUITES[suite], method)
+            private = private_names((SUITES | _CUDA_SUITES)[suite], method)
             result = {"name": name, "outcome": outcome, "reason": reason, "private": private}
             results.write(json.dumps(result) + "\n")
             results.flush()

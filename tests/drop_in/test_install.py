@@ -183,10 +183,12 @@ def test_private_names_that_libraries_use(succeed: Succeed) -> None:
         with api._wait_all():
             future = rpc.rpc_async("worker0", max, args=(1, 2))
         assert future.done()
+        assert isinstance(rpc.RRef(1), torch._C._distributed_rpc.PyRRef)
         assert internal.deserialize(*internal.serialize((torch.ones(2), "x")))[1] == "x"
         assert internal.RPCExecMode.SYNC.value == "sync"
         with dist_autograd.context() as context_id:
             assert dist_autograd._retrieve_context(context_id)._context_id() == context_id
+            assert dist_autograd._current_context()._context_id() == context_id
             dist_autograd._is_valid_context(context_id)
         try:
             dist_autograd._retrieve_context(context_id)

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 
-from tests.examples.example_commands import Outcome
+from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish
 
 DEADLINE = 300.0
 LINE = re.compile(
@@ -26,3 +27,21 @@ def test_learns_the_same_in_any_number_of_pieces(launch: Callable[..., Outcome])
     for (_, _, saved, _, _), each in zip(runs, times, strict=True):
         assert abs(int(saved) - 100 * (1 - each / times[0])) < 1
     assert "Traceback" not in outcome.err
+
+
+def test_stages_on_a_device_learn_the_same(commands: Commands, tmp_path: Path) -> None:
+    script = tmp_path / "on_a_device.py"
+    script.write_text(
+        "import runpy\n"
+        "from zrpc.testing import fake_device\n"
+        "fake_device()\n"
+        f"runpy.run_path({str(EXAMPLES / 'pipeline_parallel.py')!r}, run_name='__main__')\n"
+    )
+    losses = []
+    for device in ("cpu", "fake:0"):
+        options = ("--steps", "2", "--batch", "8", "--device", device)
+        outcome = finish(commands.launch(4, script, *options), DEADLINE)
+        assert outcome.code == 0, outcome
+        losses.append([run[3:] for run in LINE.findall(outcome.out)])
+    assert len(losses[0]) == 4
+    assert losses[0] == losses[1]

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -88,9 +89,36 @@ def test_thread_of_a_tool_makes_each_child_a_new_interpreter(
     script = write("import sys; sys.exit('colorsys' in sys.modules)")
     env = with_path(marked.env, tmp_path / "lib")
     with Starter(preload=["preloaded", "colorsys"], env=env) as server:
-        assert server.threads == [name]
-        assert name in server.note
+        assert f"threads in each interpreter ({name})" in server.note
         assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
+
+
+_ACCELERATOR = """
+    import os, sys
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+    server = os.getpid()
+    class Module:
+        def _is_in_bad_fork(self):
+            return used and os.getpid() != server
+        def _unused(self, *_): ...
+        is_available = current_device = device_count = _unused
+    _setup_privateuseone_for_python_backend("gpu", Module())
+    used = False
+"""
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_server_that_has_used_the_accelerator_is_not_forked(
+    write: Write, tmp_path: Path, marked: Any, used: bool
+) -> None:
+    """An accelerator that a process has used can't be used in the children it forks: as CUDA."""
+    write(dedent(_ACCELERATOR), "lib/accelerator.py")
+    write(f"import accelerator; accelerator.used = {used}", "lib/model.py")
+    script = write("import sys; sys.exit('accelerator' in sys.modules)")
+    env = with_path(marked.env, tmp_path / "lib")
+    with Starter(preload=["accelerator", "model"], env=env) as server:
+        assert ("something uses gpu while modules are imported" in server.note) is used
+        assert server.wait(server.spawn(Task.script(script)), DEADLINE) == int(not used)
 
 
 def test_start_has_a_timeout(

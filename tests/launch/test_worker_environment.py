@@ -28,6 +28,18 @@ def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
     return sorted(rows, key=lambda row: row[0])
 
 
+def test_workers_have_names_by_their_roles(start: Start, write: Write) -> None:
+    script = write("import os; print(os.environ['ZRPC_WORKER_NAME'], os.environ['ZRPC_ROLE'])")
+    launched = start(script, nprocs=3, roles={"learner": 1, "rollout": 2}, max_restarts=1)
+    code, out, _ = launched.finish()
+    assert code == 0
+    assert sorted(out.splitlines()) == [
+        "[learner0] learner0 learner",
+        "[rollout0] rollout0 rollout",
+        "[rollout1] rollout1 rollout",
+    ]
+
+
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_each_worker_gets_its_environment(start: Start, write: Write, method: str) -> None:
     environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}

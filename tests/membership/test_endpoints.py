@@ -44,7 +44,7 @@ def _no_secret_around(monkeypatch: pytest.MonkeyPatch) -> None:
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes each worker see a host of its own."""
     for key in ("host_key", "network_key"):
-        monkeypatch.setattr(zrpc.bootstrap, key, lambda: threading.current_thread().name)
+        monkeypatch.setattr(zrpc.bootstrap, key, lambda *_: threading.current_thread().name)
 
 
 class Started:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,17 +17,13 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.records import peer_record
+from tests.support.stores import RecordingStore
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError, RendezvousError
-from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.record_reader import RecordReader
-from zrpc.membership.rendezvous import (
-    RendezvousTiming,
-    StoreLost,
-    digest_of,
-    meet,
-)
+from zrpc.membership.attendance import Arrival
+from zrpc.membership.peer_record import PeerRecord, own_version
+from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -108,24 +103,31 @@ def test_a_worker_that_tries_again_while_others_wait(connect: Connect) -> None:
     assert first() == [waiting + others]
 
 
+def answer(entries: SignedStore, leader: PeerRecord, rank: int) -> int:
+    """Returns the number of the roster that a worker has answered; -1 if it has answered none."""
+    return Arrival.parse(entries.get(f"record/{leader.token}/{rank}")).answers
+
+
 class PlayedHost:
     """Hosts the store, and plays all ranks but 1, which meets there."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, own_size: int | None = None) -> None:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.entries = SignedStore(self._store, None)
         port = self._store.port
         self.records = [record(rank, size) for rank in range(size)]
-        for other in self.records:
-            if other.rank != 1:
-                self.entries.set(f"record/{other.rank}", other.dump())
-        self.digest = digest_of(self.records)
+        self.token = self.records[0].token
+        self.entries.set("leader", self.records[0].dump())
+        self.own = record(1, own_size) if own_size else self.records[1]
         self.outcome = start(
-            lambda: dist.TCPStore("127.0.0.1", port, is_master=False), self.records[1:2], 3 * SOON
+            lambda: dist.TCPStore("127.0.0.1", port, is_master=False), [self.own], 3 * SOON
         )
+        self.entries.get(f"record/{self.token}/1")  # waits for it
 
-    def confirm(self) -> None:
-        self.entries.set(f"{self.digest}/0", "=")
+    def write_roster(self) -> None:
+        values = [each.dump() for each in self.records]
+        self.entries.set(f"roster/{self.token}/0", json.dumps(["roster", *values]))
+        until(lambda: answer(self.entries, self.records[0], 1) == 0)
 
     def end(self) -> Any:
         del self.entries, self._store
@@ -135,70 +137,36 @@ class PlayedHost:
         return outcome
 
 
-def test_a_host_that_has_met_the_others_and_exits() -> None:
-    host = PlayedHost(2)
-    host.confirm()
-    host.entries.get(f"{host.digest}/outcome")  # waits for it
-    assert host.end() == host.records
-
-
 def test_a_host_that_exits_before_it_knows_that_all_have_met() -> None:
     host = PlayedHost(3)
-    host.confirm()
-    host.entries.get(f"{host.digest}/1")
+    host.write_roster()
     error = host.end()
     assert isinstance(error, RendezvousError)
     assert not isinstance(error, StoreLost)
     assert f"which is {host.records[0].info}, or the launcher" in str(error)
 
 
-@pytest.mark.system
 def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
-    host = PlayedHost(2)
-    host.entries.get("record/1")
-    assert isinstance(host.end(), StoreLost)
+    assert isinstance(PlayedHost(2).end(), StoreLost)
 
 
-def test_a_host_of_another_world_size_that_exits_first(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_host_of_another_world_size_that_exits_first() -> None:
     """The sizes explain more than the loss of the store does."""
-    error = error_if_host_exits_first(monkeypatch, record(1, 3), record(0, 2))
+    error = PlayedHost(2, own_size=3).end()
+    assert isinstance(error, StoreLost)
     assert "expects a world of 2 workers, but worker" in str(error)
     assert "one of 3; then the store was lost" in str(error)
 
 
-def test_ranks_that_are_missing_when_the_host_exits_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's time may have run out before that of the others."""
-    error = error_if_host_exits_first(monkeypatch, record(1, 4), record(0, 4))
-    assert re.search(r"but ranks 2-3 are missing: .*; then the store was lost", str(error))
-
-
-def error_if_host_exits_first(
-    monkeypatch: pytest.MonkeyPatch, late: PeerRecord, first: PeerRecord
-) -> Exception:
-    """Returns the error of a worker whose host exits once the worker has read its record."""
-    read = threading.Event()
-    present = RecordReader.present
-
-    def read_and_tell(self: RecordReader, ranks: list[int]) -> list[PeerRecord]:
-        try:
-            return present(self, ranks)
-        finally:
-            read.set()
-
-    monkeypatch.setattr(RecordReader, "present", read_and_tell)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    port = store.port
-    entries = SignedStore(store, None)
-    entries.set("record/0", first.dump())
-    connect = partial(dist.TCPStore, "127.0.0.1", port, is_master=False)
-    outcome = start(connect, [late])
-    assert read.wait(SOON)
-    del entries, store
-    [error] = outcome()
-    assert isinstance(error, StoreLost)
-    return error
+def test_the_ranks_that_are_missing_are_told_to_workers_that_would_wait_for_longer() -> None:
+    """The host's time has run out before that of the others."""
+    hosts = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
+    client = dist.TCPStore("127.0.0.1", hosts[0].port, is_master=False)
+    late = start(lambda: client, [record(1, 4)])
+    [first] = start(hosts.pop, [record(0, 4)], timeout=0.5)()
+    for error in [first, *late()]:
+        assert type(error) is RendezvousError
+        assert "within 0.5 s, but ranks 2-3 are missing: start them" in str(error)
 
 
 @pytest.mark.system
@@ -218,13 +186,24 @@ def test_missing_ranks_are_named_at_the_deadline(connect: Connect) -> None:
 
 @pytest.mark.system
 def test_workers_that_left_again_are_named(connect: Connect) -> None:
-    stale = record(1, 2, name="gone")
-    [outcome] = start(connect, [stale], timeout=0.05)()
+    first = record(0, 3)
+    waiting = start(connect, [first], timeout=1.0)
+    [outcome] = start(connect, [record(1, 3, name="gone")], timeout=0.1)()
     assert isinstance(outcome, RendezvousError)
-    [error] = start(connect, [record(0, 2)], timeout=0.2)()
+    SignedStore(connect(), None).set(f"record/{first.token}/2", Arrival(record(2, 3)).dump())
+    [error] = waiting()
     assert isinstance(error, RendezvousError)
     assert "WorkerInfo(id=1, name=gone)" in str(error)
-    assert "left again, or are from an earlier run" in str(error)
+    assert "left again, do not answer, or are from an earlier run" in str(error)
+
+
+@pytest.mark.system
+def test_a_rank_0_of_an_earlier_run_is_named(connect: Connect) -> None:
+    start(connect, [record(0, 2, name="old"), record(1, 2)])()
+    [error] = start(connect, [record(1, 2)], timeout=0.2)()
+    assert isinstance(error, RendezvousError)
+    assert "WorkerInfo(id=0, name=old)" in str(error)
+    assert "left again, do not answer, or are from an earlier run" in str(error)
 
 
 @pytest.mark.system
@@ -269,33 +248,69 @@ def test_a_worker_that_can_not_listen_is_named(connect: Connect) -> None:
 
 
 def test_a_worker_listens_again_for_a_record_that_was_replaced(connect: Connect) -> None:
-    stale, first = record(1, 2), record(0, 2)
-    start(connect, [stale], timeout=0.05)()
+    """One that has come before all others were there, and was killed."""
+    first, killed, second = record(0, 2), record(1, 2), record(1, 2)
+    SignedStore(connect(), None).set(f"record/{first.token}/1", Arrival(killed).dump())
     seen: list[PeerRecord] = []
 
     def listen(records: list[PeerRecord]) -> str:
         seen.append(records[1])
-        return refuse(records) if records[1] == stale else "here"
+        return refuse(records) if records[1] == killed else "here"
 
-    waiting = start(connect, [first], listen=listen)
+    waiting = start(connect, [first], listen=listen, timing=QUICK)
     until(lambda: seen)
-    second = record(1, 2)
     assert start(connect, [second])() == waiting()
-    assert seen == [stale, second]
+    assert seen == [killed, second]
+
+
+@pytest.mark.parametrize("confirms", [False, True])
+def test_no_worker_joins_without_one_that_gives_up_once_all_have_come(
+    connect: Connect, confirms: bool
+) -> None:
+    """Another in its place is met."""
+    entries, first, left = SignedStore(connect(), None), record(0, 3), record(1, 3)
+    key, token = f"record/{first.token}/1", first.token
+    entries.set(key, Arrival(left).dump())
+    waiting = start(connect, [first, record(2, 3)], timing=QUICK)
+    entries.get(f"roster/{token}/0")
+    if confirms:
+        assert entries.claim(f"roster/{token}/1", '["abandoned"]')
+        entries.set(key, Arrival(left, answers=0).dump())
+    entries.set(key, Arrival(left, left=True).dump())
+    second = record(1, 3)
+    [met] = start(connect, [second], timing=QUICK)()
+    assert met[1] == second
+    assert waiting() == [met] * 2
+
+
+@every_store
+def test_a_rank_0_that_is_started_again_is_met(connect: Connect) -> None:
+    """It was killed while the others waited for it, or for others; its store goes on."""
+    entries, killed = SignedStore(connect(), None), record(0, 3)
+    entries.set("leader", killed.dump())
+    others = [record(1, 3), record(2, 3)]
+    waiting = start(connect, others, timing=QUICK)
+    keys = [f"record/{killed.token}/{rank}" for rank in (1, 2)]
+    until(lambda: entries.check(keys))
+    roster = [each.dump() for each in (killed, *others)]
+    entries.set(f"roster/{killed.token}/0", json.dumps(["roster", *roster]))
+    until(lambda: all(answer(entries, killed, rank) == 0 for rank in (1, 2)))
+    again = record(0, 3)
+    assert start(connect, [again])() + waiting() == [[again, *others]] * 3
 
 
 def start_and_take_part_by_hand(
     connect: Connect, timing: RendezvousTiming = TIMING, hook: str = "check"
 ) -> tuple[Callable[[], list[Any]], Callable[[], None]]:
     """Starts rank 0, and plays rank 1 until it reads why there is no mesh."""
-    records = [record(rank, 2) for rank in range(2)]
-    finish = start(connect, records[:1], timing=timing, **{hook: refuse})
-    store = connect()
-    entries, digest = SignedStore(store, None), digest_of(records)
-    entries.set("record/1", records[1].dump())
-    entries.set(f"{digest}/1", "=")
-    store.wait([f"zrpc/{digest}/0/refused"], timedelta(seconds=SOON))  # rank 0 knows
-    return finish, lambda: entries.set(f"{digest}/1/refused", "1")
+    first, second = record(0, 2), record(1, 2)
+    finish = start(connect, [first], timing=timing, **{hook: refuse})
+    entries = SignedStore(connect(), None)
+    entries.set(f"record/{first.token}/1", Arrival(second).dump())
+    entries.get(f"roster/{first.token}/0")  # waits for it
+    entries.set(f"record/{first.token}/1", Arrival(second, answers=0).dump())
+    until(lambda: entries.check([f"roster/{first.token}/1"]))  # rank 0 knows
+    return finish, lambda: entries.set(f"heard/{first.token}/1", "1")
 
 
 @pytest.mark.system
@@ -317,15 +332,15 @@ def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:
     assert "these can't form a mesh" in str(error)
 
 
-def test_one_rank_twice() -> None:
+def test_rank_0_twice() -> None:
     store = dist.HashStore()
     entries = SignedStore(store, None)
     first, second = record(0, 2, name="first"), record(0, 2, name="second")
-    outcome = start(lambda: store, [first], timeout=SOON)
-    until(lambda: entries.check(["record/0"]))
-    others = start(lambda: store, [second], timeout=SOON)
-    until(lambda: entries.get("record/0") == second.dump())
-    last = start(lambda: store, [record(1, 2)], timeout=SOON)
+    outcome = start(lambda: store, [first], timing=QUICK)
+    until(lambda: entries.check(["leader"]))
+    others = start(lambda: store, [second])
+    until(lambda: entries.get("leader") == second.dump())
+    last = start(lambda: store, [record(1, 2)])
     [error] = outcome()
     assert isinstance(error, RendezvousError)
     places = r"first \(pid 0 on node0\) and second \(pid 0 on node0\) both have it"
@@ -333,7 +348,7 @@ def test_one_rank_twice() -> None:
     assert others() == last()
 
 
-QUICK = RendezvousTiming(present_check_seconds=0.01, read_seconds_per_rank=0.001)
+QUICK = RendezvousTiming(look_seconds=0.01, look_seconds_per_rank=0.001)
 
 
 @pytest.mark.system
@@ -341,9 +356,9 @@ def test_all_are_told_which_rank_came_twice_and_from_where(connect: Connect) -> 
     entries = SignedStore(connect(), None)
     host, first = record(0, 3), record(1, 3, name="first", pid=11, host="a")
     second = record(1, 3, name="second", pid=12, host="b")
-    outcomes = start(connect, [host, first], timeout=1.0, timing=QUICK)
-    until(lambda: entries.check(["record/0", "record/1"]))
-    more = start(connect, [second], timeout=1.0, timing=QUICK)
+    outcomes = start(connect, [host, first], timeout=1.0)
+    until(lambda: entries.check([f"record/{host.token}/1"]))
+    more = start(connect, [second], timeout=1.0)
     for error in [*outcomes(), *more()]:
         assert isinstance(error, RendezvousError)
         assert (
@@ -352,19 +367,20 @@ def test_all_are_told_which_rank_came_twice_and_from_where(connect: Connect) -> 
         ) in str(error)
     # In the next run there is one of each.
     again = [record(0, 3), record(1, 3)]
-    for error in start(connect, again, timeout=0.2, timing=QUICK)():
+    for error in start(connect, again, timeout=0.3)():
         assert "but rank 2 is missing" in str(error)
 
 
 def test_worker_that_is_started_in_the_place_of_another_is_met(connect: Connect) -> None:
     entries = SignedStore(connect(), None)
     replaced, host = record(1, 3, name="replaced"), record(0, 3)
-    waiting = start(connect, [host, replaced], timing=QUICK)
-    until(lambda: entries.check(["record/0", "record/1"]))
+    waiting = start(connect, [host, replaced])
+    key = f"record/{host.token}/1"
+    until(lambda: entries.check([key]))
     others = [record(1, 3), record(2, 3)]
-    first = start(connect, others[:1], timing=QUICK)
-    until(lambda: entries.check(["same rank"]))
-    assert start(connect, others[1:], timing=QUICK)() == [[host, *others]]
+    first = start(connect, others[:1])
+    until(lambda: Arrival.parse(entries.get(key)).record == others[0])
+    assert start(connect, others[1:])() == [[host, *others]]
     assert first() == [[host, *others]]
     met, error = waiting()
     assert met == [host, *others]
@@ -373,29 +389,21 @@ def test_worker_that_is_started_in_the_place_of_another_is_met(connect: Connect)
 
 
 @pytest.mark.system
-def test_a_worker_that_waits_for_too_long_when_all_others_have_met(
-    connect: Connect, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All go on, or none: its time is over just when the others have seen that it is there."""
-    records = [record(0, 2), record(1, 2)]
-    key = f"{digest_of(records)}/1"
-    check = SignedStore.check
-    met: list[Any] = []
+def test_a_worker_that_waits_for_too_long_when_all_others_have_met(connect: Connect) -> None:
+    """All go on, or none: its time is over just when the others have seen that it takes part."""
+    entries, records = SignedStore(connect(), None), [record(0, 2), record(1, 2)]
+    token = records[0].token
+    entries.set("leader", records[0].dump())
 
-    def overlook(entries: SignedStore, keys: Any) -> bool:
-        if key in keys and len(keys) == 1 and threading.current_thread().name == "late":
-            time.sleep(0.01)  # it polls
-            return False
-        return check(entries, keys)
+    def listen(_: list[PeerRecord]) -> str:
+        time.sleep(1.0)
+        entries.set(f"roster/{token}/1", '["met", "", "slow"]')
+        return "slow"
 
-    monkeypatch.setattr(SignedStore, "check", overlook)
-    late = threading.Thread(
-        target=lambda: met.append(meet(connect(), records[0], 1.0)), name="late", daemon=True
-    )
-    late.start()
-    assert start(connect, records[1:])() == [records]
-    late.join(SOON)
-    assert met == [records]
+    late = start(connect, records[1:], timeout=0.5, listen=listen)
+    roster = [each.dump() for each in records]
+    entries.set(f"roster/{token}/0", json.dumps(["roster", *roster]))
+    assert late() == [[records[0], replace(records[1], endpoint="slow")]]
 
 
 @pytest.mark.system
@@ -407,6 +415,24 @@ def test_world_sizes_that_differ(connect: Connect) -> None:
         assert "one of" in str(error)
 
 
+def test_heartbeat_timeouts_that_differ(connect: Connect) -> None:
+    for error in start(connect, [record(0, 2), record(1, 2, heartbeat_timeout=7.5)])():
+        assert isinstance(error, RendezvousError)
+        assert "worker worker1 (rank 1) has heartbeat_timeout=7.5, but worker worker0" in str(error)
+        assert "(rank 0) 0: give all workers of the mesh the same" in str(error)
+
+
+def test_another_version_of_zrpc_is_refused_and_both_are_named(connect: Connect) -> None:
+    versions = r"a peer record of zrpc (\S+), which this worker runs, found one of (\S+): install"
+    mine = record(0, 2)
+    SignedStore(connect(), None).set(
+        f"record/{mine.token}/1", Arrival(record(1, 2, version="0.0.9")).dump()
+    )
+    [error] = start(connect, [mine], timing=RendezvousTiming(failure_read_seconds=0.1))()
+    assert isinstance(error, RendezvousError)
+    assert re.search(versions, str(error)).groups() == (own_version(), "0.0.9")
+
+
 def test_a_store_that_fails_is_a_rendezvous_error() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
@@ -415,29 +441,31 @@ def test_a_store_that_fails_is_a_rendezvous_error() -> None:
         meet(client, record(0, 1), 1)
 
 
+@pytest.mark.parametrize("size", [1, 2, 40])
+def test_the_requests_to_the_store_grow_as_the_number_of_workers(size: int) -> None:
+    store = RecordingStore()
+    records = [record(rank, size) for rank in range(size)]
+    slow = RendezvousTiming(look_seconds=2 * SOON)  # no looks: how many depends on the machine
+    assert start(lambda: store, records, timing=slow)() == [records] * size
+    assert store.requests <= 6 * size
+
+
 @pytest.mark.system
-def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each worker waits like that, for minutes if a host is late, in one store."""
-    asked = 0
-    for method in (SignedStore.check, SignedStore.get_all_raw):
-
-        def counted(entries: SignedStore, keys: list[str], method: Any = method) -> Any:
-            nonlocal asked
-            asked += len(keys)
-            return method(entries, keys)
-
-        monkeypatch.setattr(SignedStore, method.__name__, counted)
-    store = dist.HashStore()
+def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys() -> None:
+    """They wait like that for minutes if a host is late, in one store."""
+    store, host = RecordingStore(), record(0, 256)
     entries = SignedStore(store, None)
     for rank in range(1, 256, 2):
-        entries.set(f"record/{rank}", record(rank, 256).dump())
+        entries.set(f"record/{host.token}/{rank}", Arrival(record(rank, 256)).dump())
     with pytest.raises(RendezvousError, match=r"ranks 2, 4, 6, .* are missing"):
-        meet(store, record(0, 256), timeout=2.0)
-    # All ranks twice at its start and once for the error, the records that exist twice, and the
-    # first missing one at each look.
-    assert 256 < asked < 5 * 256
+        meet(store, host, timeout=2.0)
+    # Rank 0 at each of its polls, the others for the error only.
+    assert 256 < store.keys_asked < 60 * 256
+    waiting = RecordingStore()
+    SignedStore(waiting, None).set("leader", host.dump())
+    with pytest.raises(RendezvousError, match="are missing"):
+        meet(waiting, record(1, 256), timeout=2.0)
+    assert waiting.keys_asked < 2 * 256
 
 
 def test_a_worker_stops_waiting_for_others_when_the_launcher_stops_all(

@@ -14,9 +14,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.membership.test_rendezvous import record
+from tests.support.stores import RecordingStore
 from tests.support.threads import start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError
+from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
 from zrpc.membership.secret import ClusterSecret
@@ -132,7 +134,7 @@ def test_both_workers_soon_report_different_secrets(
 
 def test_different_secrets_are_reported_while_a_third_worker_is_missing() -> None:
     begun = time.monotonic()
-    timing = RendezvousTiming(present_check_seconds=0.1)
+    timing = RendezvousTiming(look_seconds=0.1)
     errors = start(dist.HashStore(), (record(0, 3), GOOD), (record(1, 3), BAD), timing=timing)()
     assert time.monotonic() - begun < SOON / 2
     assert all("refuse each other" in str(error) for error in errors)
@@ -149,16 +151,6 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
         assert isinstance(error, AuthenticationError), error
 
 
-def refuse(host: dist.Store, theirs: PeerRecord, mine: PeerRecord, heard: bool) -> None:
-    """Waits until a worker refuses rank 0; if ``heard``, also until it has heard its protest."""
-    entries = SignedStore(host, GOOD)
-    entries.set("record/0", theirs.dump())
-    until(lambda: entries.check([f"protest/{theirs.token}/{mine.token}"]))
-    if heard:
-        entries.set(f"protest/{mine.token}/{theirs.token}", "refused")
-        until(lambda: entries.check([f"heard/{mine.token}/{theirs.token}"]))
-
-
 @pytest.mark.parametrize("heard", [False, True])
 def test_a_worker_reports_different_secrets_if_the_host_exits_early(heard: bool) -> None:
     """A host that has not refused this worker may be that of an earlier mesh."""
@@ -166,22 +158,27 @@ def test_a_worker_reports_different_secrets_if_the_host_exits_early(heard: bool)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     theirs, mine = record(0, 2), record(1, 2)
     outcome = start(client, (mine, BAD))
-    refuse(host, theirs, mine, heard)
-    del host
+    entries = SignedStore(host, GOOD)
+    entries.set("leader", theirs.dump())
+    entries.get_raw(f"record/{theirs.token}/1")  # waits for it
+    if heard:
+        entries.set(f"roster/{theirs.token}/0", '["stranger", "refused"]')
+        entries.get_raw(f"heard/{theirs.token}/1")
+    del host, entries
     [error] = outcome()
     assert type(error) is (AuthenticationError if heard else StoreLost), error
     assert "is signed with another cluster secret" in str(error)
 
 
 def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
+    """It may be that of the last launch, which had a secret of its own."""
     store = dist.HashStore()
-    forged = record(1, 2)
-    SignedStore(store, BAD).set("record/1", forged.dump())
+    start(store, (record(0, 2), BAD), (record(1, 2), BAD))()
     mine, real = record(0, 2), record(1, 2)
-    first = start(store, (mine, GOOD))
-    until(lambda: "refuses what claims to be worker 1" in caplog.text)
-    assert start(store, (real, GOOD))() == [[mine, real]]
-    assert first() == [[mine, real]]
+    second = start(store, (real, GOOD))
+    until(lambda: "refuses what claims to be worker 0" in caplog.text)
+    assert start(store, (mine, GOOD))() == [[mine, real]]
+    assert second() == [[mine, real]]
 
 
 @pytest.mark.system
@@ -194,60 +191,51 @@ def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
         b"0" * 64 + b' {"token": "' + b"0" * 32 + b'"}',
     ):
         store = dist.HashStore()
-        dist.PrefixStore("zrpc", store).set("record/1", entry)
-        [error] = start(store, (record(0, 2), secret), timeout=0.1)()
+        dist.PrefixStore("zrpc", store).set("leader", entry)
+        [error] = start(store, (record(1, 2), secret), timeout=0.1)()
         assert isinstance(error, AuthenticationError)
-        assert "what claims to be rank 1 was refused. Rank 1: " in str(error)
+        assert "what claims to be rank 0 was refused. Rank 0: " in str(error)
 
 
-def test_the_record_of_another_rank_is_refused() -> None:
-    store = dist.HashStore()
-    entries = SignedStore(store, None)  # with a secret, its signature would be refused already
-    entries.set("record/1", record(2, 3).dump())
-    [error] = start(store, (record(0, 2), None), timeout=0.1)()
-    assert isinstance(error, AuthenticationError)
-    assert "expected the record of rank 1, found that of 2" in str(error)
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        (b"- " + Arrival(record(2, 3)).dump().encode(), "the record of rank 1, found that of 2"),
+        (b"- null", "expected the record of a worker, found something else"),
+        (b"- [" + b"[" * 60_000, "expected the record of a worker, found something else"),
+        (b"\xff", "expected a signature and a value"),
+    ],
+)
+def test_what_is_written_in_the_place_of_a_record_is_refused_at_once(
+    entry: bytes, text: str
+) -> None:
+    """It names the token of rank 0, so its author has read that."""
+    store, mine = dist.HashStore(), record(0, 2)
+    dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
+    [error] = start(store, (mine, None), timing=RendezvousTiming(failure_read_seconds=0.1))()
+    assert "worker worker0 (rank 0) and the worker of rank 1 refuse each other" in str(error)
+    assert text in str(error)
 
 
-def test_a_replayed_confirmation_is_refused() -> None:
-    earlier = RecordingStore()
-    start(earlier, (record(0, 2), GOOD), (record(1, 2), GOOD))()
-    recorded = {k: v for k, v in earlier.entries.items() if k.endswith("/1")}
-    [confirmation] = [value for key, value in recorded.items() if "record" not in key]
-    store = RecordingStore()
-    for key, value in recorded.items():
-        store.set(key, value)
-    store.answer = confirmation  # to all that rank 0 asks rank 1 to confirm
-    [error] = start(store, (record(0, 2), GOOD), timeout=2)()
+@pytest.mark.parametrize("key", ["record/{}/1", "roster/{}/0", "roster/{}/1"])
+def test_a_replayed_entry_is_refused(key: str) -> None:
+    """An old one under the key of this mesh."""
+    earlier, store = RecordingStore(), dist.HashStore()
+    first = record(0, 2)
+    start(earlier, (first, GOOD), (record(1, 2), GOOD))()
+    host, other = record(0, 2), record(1, 2)
+    replayed = earlier.entries[f"zrpc/{key.format(first.token)}"]
+    dist.PrefixStore("zrpc", store).set(key.format(host.token), replayed)
+    entries = SignedStore(store, GOOD)
+    victim = host if key.startswith("record") else other
+    if victim is other:
+        entries.set("leader", host.dump())
+        roster = json.dumps(["roster", host.dump(), other.dump()])
+        entries.claim(f"roster/{host.token}/0", roster)
+    timing = RendezvousTiming(failure_read_seconds=0.1)
+    [error] = start(store, (victim, GOOD), timeout=2, timing=timing)()
     assert isinstance(error, AuthenticationError)
     assert "forged" in str(error)
-
-
-class RecordingStore(dist.Store):
-    """Remembers all entries; may confirm in the name of rank 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = {}
-        self.answer = None
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.entries[key] = value if isinstance(value, bytes) else value.encode()
-        if self.answer is not None and key.endswith("/0") and "record" not in key:
-            self.entries[key.removesuffix("/0") + "/1"] = self.answer
-
-    def get(self, key: str) -> bytes:
-        return self.entries[key]
-
-    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        assert expected == b""
-        return self.entries.setdefault(key, value)
-
-    def multi_get(self, keys: list[str]) -> list[bytes]:
-        return [self.entries[key] for key in keys]
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.entries for key in keys)
 
 
 @pytest.mark.system
@@ -255,8 +243,8 @@ def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
     store = dist.HashStore()
     first = start(store, (record(0, 2), GOOD))
     entries = SignedStore(store, BAD)
-    until(lambda: entries.check(["record/0"]))
-    entries.set("record/0", record(0, 2).dump())
+    until(lambda: entries.check(["leader"]))
+    entries.set("leader", record(0, 2).dump())
     second = start(store, (record(1, 2), GOOD), timeout=0.3)
     [error] = first()
     assert isinstance(error, AuthenticationError)

@@ -69,7 +69,7 @@ def hosted(tmp_path: Path) -> Iterator[HostedStore]:
 
 def test_a_rendezvous_whose_store_falls_silent_ends_at_its_deadline(hosted: HostedStore) -> None:
     entries = SignedStore(hosted.connect(), None)
-    stopper = threading.Thread(target=lambda: (entries.get("record/1"), hosted.stop()))
+    stopper = threading.Thread(target=lambda: (entries.get("record/-/1"), hosted.stop()))
     stopper.start()  # it waits for the record
     with pytest.raises(RendezvousError, match=r"found no answer .* or the network to it is cut"):
         meet(hosted.store, peer_record(1, 2), 3.0)

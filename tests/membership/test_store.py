@@ -96,7 +96,7 @@ def test_a_missing_master_is_named(free_port: int) -> None:
 def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(RendezvousError, match=told):
-        connect_store(url, 0, 1, 1.0)
+        connect_store(url, 0, 2, 1.0)
 
 
 @pytest.mark.system

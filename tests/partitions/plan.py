@@ -75,6 +75,11 @@ class Plan:
         """Whether the host of the store vanishes, without a word to its clients."""
         return self.fault == "host vanishes" and 0 in self.dead
 
+    def may_be_out(self, rank: int) -> bool:
+        """Whether others may put out a worker: it is of a pair that others still reach."""
+        pairs = self.fault.startswith("one way") and self.may_be_noticed
+        return pairs and self.hosts[rank] in (self.victim, self.other)
+
     def on_host(self, host: int) -> list[int]:
         """Returns the ranks of the workers of a host."""
         return [rank for rank, each in enumerate(self.hosts) if each == host]

@@ -105,6 +105,8 @@ class _Driver:
         time.sleep(_AFTER_SECONDS)
         self._say("over")
         self._await("idle", but_failed=True)
+        if self._plan.moment == "work":
+            self._compare_members()
         self._say("all idle")
         self._await("leaves", but_failed=True)
         if self._plan.moment == "shutdown":
@@ -175,6 +177,16 @@ class _Driver:
 
     def _say(self, what: str) -> None:
         (self._directory / what).touch()
+
+    def _compare_members(self) -> None:
+        """Any two workers that count each other agree about the others, too."""
+        files = {rank: self._directory / f"idle.{rank}" for rank in self._living}
+        counted = {
+            rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
+        }
+        for rank, members in counted.items():
+            if any(counted.get(other, members) != members for other in members):
+                self._outcome.wrong.append(f"w{rank} and others disagree: {counted}")
 
     def _collect(self) -> None:
         for rank in self._living:

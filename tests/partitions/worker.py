@@ -178,11 +178,12 @@ class Worker:
             self._counts["cut off"] = self._counts.get("cut off", 0) + cut_off
 
     def _go_on(self) -> None:
-        """Workers that the fault did not separate still call each other."""
+        """Workers that the fault did not separate still call each other, and agree who they are."""
         for rank, name in enumerate(self._plan.names):
             if rank == self._rank:
                 continue
-            apart = self._plan.apart(self._rank, rank)
+            out = self._plan.may_be_out(self._rank) or self._plan.may_be_out(rank)
+            apart = out or self._plan.apart(self._rank, rank)
             with _Limit(self._wrong, f"a call to {name}", HEARTBEAT_SECONDS + SLACK):
                 try:
                     found = zrpc.rpc_sync(name, targets.hop, ([], rank))
@@ -193,7 +194,8 @@ class Worker:
                 else:
                     if found != rank:
                         self._wrong.append(f"{name}: expected {rank}, found {found}")
-        self._tell("idle")
+        infos = zrpc.api._get_current_rpc_agent().get_worker_infos()
+        self._tell("idle", json.dumps([info.id for info in infos]))
         self._await("all idle")
         # A worker that others have lost may have work for them that no one will end.
         if not any(self._plan.apart(self._rank, rank) for rank in range(len(self._plan.hosts))):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zrpc.testing import FakeDevice, Operation, fake_device
+from zrpc.testing import FakeDevice, Mesh, Operation, fake_device
 
 
 @pytest.fixture
@@ -58,15 +58,18 @@ def test_two_devices_do_not_mix() -> None:
         torch.ones(2, device="fake:0") + torch.ones(2, device="fake:1")
 
 
-@pytest.mark.usefixtures("device")
-def test_a_model_learns_there_as_on_the_cpu() -> None:
+# torch makes the threads of backward passes before the first one of a process. So those on the
+# device are in processes of their own.
+
+
+def learn() -> None:
     here = torch.nn.Linear(3, 2)
     there = copy.deepcopy(here).to("fake")
     assert type(there.weight) is torch.nn.Parameter
     for model, device in (here, "cpu"), (there, "fake"):
         optimizer = torch.optim.Adam(model.parameters())
         loss = torch.nn.functional.mse_loss(
-            model(torch.ones(4, 3, device=device)), torch.ones(()).to(device).expand(4, 2)
+            model(torch.ones(4, 3, device=device)), torch.zeros(4, 2, device=device)
         )
         loss.backward()
         optimizer.step()
@@ -75,14 +78,38 @@ def test_a_model_learns_there_as_on_the_cpu() -> None:
     assert torch.equal(there.weight.cpu(), here.weight)
 
 
-@pytest.mark.usefixtures("device")
-def test_checkpoints_and_autocast_work_there_and_beside_it() -> None:
+def convolve() -> None:
+    here = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.GroupNorm(2, 4))
+    there = copy.deepcopy(here).to("fake")
+    images = torch.rand(2, 2, 5, 5)
+    for model, device in (here, "cpu"), (there, "fake"):
+        model(images.to(device)).pow(3).sum().backward()
+    for one, other in zip(here.parameters(), there.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.allclose(one.grad, other.grad.cpu(), rtol=1e-3, atol=1e-3)
+
+
+def use_checkpoints_and_autocast() -> None:
     for device in "cpu", "fake":
         leaf = torch.ones(2, device=device, requires_grad=True)
         with torch.autocast(device):
             checkpoint(torch.sin, leaf, use_reentrant=False).sum().backward()
         assert leaf.grad is not None
         assert torch.allclose(leaf.grad.cpu(), torch.ones(2).cos())
+
+
+@pytest.mark.zrpc(workers=1, processes=True)
+@pytest.mark.usefixtures("device")
+class TestBackward:
+    def test_a_model_learns_there_as_on_the_cpu(self, mesh: Mesh) -> None:
+        mesh.run(0, learn)
+
+    def test_convolutions_have_the_cpus_gradients(self, mesh: Mesh) -> None:
+        mesh.run(0, convolve)
+
+    def test_checkpoints_and_autocast_work_there_and_beside_it(self, mesh: Mesh) -> None:
+        mesh.run(0, use_checkpoints_and_autocast)
 
 
 @pytest.mark.usefixtures("device")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import zmq
 
+from tests.support.descriptors import few_descriptors
 from tests.support.waiting import SOON
 from tests.transport.arrivals import received
 from tests.transport.numbered import all_there, endpoint_of, fill, numbers_of, ways
@@ -130,27 +128,10 @@ def test_a_peer_is_dropped_while_messages_are_queued(networks: list[Network]) ->
 # -- exhausted resources -------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def no_descriptors() -> Iterator[None]:
-    """Uses up all descriptors that this process may have."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    held = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))), hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                held.append(os.open(os.devnull, os.O_RDONLY))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        for fd in held:
-            os.close(fd)
-
-
 def test_no_descriptors_for_an_incoming_connection(networks: list[Network]) -> None:
     networks[0].send(1, b"1")
     reserve.release()
-    with no_descriptors():
+    with few_descriptors():
         assert networks[1].receive(0) is None
         networks[0].send(1, b"2")
         assert networks[1].receive(0.02) is None
@@ -161,7 +142,7 @@ def test_no_descriptors_for_an_incoming_connection(networks: list[Network]) -> N
 
 
 def test_a_connection_uses_the_reserve(networks: list[Network]) -> None:
-    with no_descriptors():
+    with few_descriptors():
         assert not reserve.released
         networks[0].send(1, b"1")  # uses a part, and leaves some for the other end
         assert reserve.released
@@ -170,7 +151,7 @@ def test_a_connection_uses_the_reserve(networks: list[Network]) -> None:
 
 def test_no_descriptors_for_a_mailbox(networks: list[Network]) -> None:
     reserve.release()
-    with no_descriptors(), pytest.raises(zmq.ZMQError) as caught:
+    with few_descriptors(), pytest.raises(zmq.ZMQError) as caught:
         networks[0].send(1, b"1")
     assert caught.value.errno == errno.EMFILE
     assert networks[0].sent([1]) == 0

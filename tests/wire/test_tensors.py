@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,7 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.wire.test_pickling import sent, there
 from zrpc.errors import ProtocolError, SerializationError
-from zrpc.wire.tensors import INLINE_BYTES, TensorWriter, make_plain
+from zrpc.testing import fake_device
+from zrpc.wire.tensor_reading import make_plain
+from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 
 DTYPES = [
     torch.float16,
@@ -75,18 +75,10 @@ def test_a_view_sends_its_elements_only() -> None:
     assert torch.equal(there(column), column)
 
 
-def test_device_memory_is_refused() -> None:
-    # A stand-in, since this machine may not have such a device.
-    on_device = SimpleNamespace(
-        requires_grad=False,
-        is_conj=lambda: False,
-        is_neg=lambda: False,
-        is_meta=False,
-        is_cpu=False,
-        device=torch.device("cuda:0"),
-    )
-    with pytest.raises(SerializationError, match=r"found one on cuda:0.*send tensor\.cpu"):
-        TensorWriter().add(on_device)
+def test_a_tensor_on_a_device_is_refused_without_a_device_map() -> None:
+    fake_device()
+    with pytest.raises(SerializationError, match=r"found one on fake:0.*send tensor\.cpu"):
+        TensorWriter().add(torch.ones(2, device="fake:0"))
 
 
 def test_received_tensors_are_not_views() -> None:

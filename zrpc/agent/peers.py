@@ -13,6 +13,7 @@ from typing import Any
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
 from zrpc.errors import ProtocolError
+from zrpc.membership.agreement import LossNote, pack_notes
 from zrpc.membership.failure_detector import Loss, Reason
 from zrpc.membership.hooks import Hooks
 from zrpc.membership.liveness import LivenessMonitor
@@ -109,6 +110,8 @@ class Peers:
         self._explain = explain
         # When lost members were told so last; their mailboxes are open since.
         self._told_dead: dict[MemberId, float] = {}
+        # What was said of the members that are put out; with this worker, if it is out itself.
+        self._put_out: dict[MemberId, LossNote] = {}
         # The routing ids of the members' heartbeats, as the last greeting of each shows.
         self._heartbeats: dict[MemberId, bytes] = {}
         for info in membership.infos.values():
@@ -163,6 +166,24 @@ class Peers:
         if loss is not None:
             self._drop(loss)
 
+    def put_out(self, note: LossNote) -> None:
+        """Drops a member that a judge has put out; all others, if that is this worker itself."""
+        membership = self._membership
+        own_id = membership.own_id
+        self._put_out[note.member] = note
+        reason = Reason.OUT if note.member == own_id else Reason.PUT_OUT
+        judge, other = (membership.infos.get(each) for each in (note.judge, note.other))
+        names = [each.name if each else "another worker" for each in (judge, other)]
+        why = ": {} has decided that, since it and {} had lost each other".format(*names)
+        for member in membership.living if reason is Reason.OUT else [note.member]:
+            loss = None if member == own_id else self._liveness.leave(member, reason, why=why)
+            if loss is not None:
+                self._drop_or_log(loss)
+
+    def verdict(self, member: MemberId) -> LossNote | None:
+        """Returns what was said of a member if it is put out."""
+        return self._put_out.get(member)
+
     def recall(self, member: MemberId) -> None:
         """Makes known a member that another speaks of, and that was gone before this one came.
 
@@ -204,25 +225,32 @@ class Peers:
             self._shutdown.receive(member, message.body)
         if message.kind == Kind.LEAVE or self._liveness.reason(member) in _SAID_BY_ITSELF:
             return
+        self.tell(member)
+
+    def tell(self, member: MemberId) -> None:
+        """Tells a member that is lost so, by a mailbox, at most once in a while."""
         now = time.monotonic()
-        if now > self._told_dead.get(member, 0.0) + _TELL_DEAD_SECONDS:
+        if now > self._told_dead.get(member, -math.inf) + _TELL_DEAD_SECONDS:
             self._told_dead[member] = now
             self._network.notify(member, self._notice(member))
 
     def _on_greeting(self, member: MemberId) -> None:
         """A member begins to watch whether this worker lives, or has connected again for that."""
         if member in self._membership.lost:
-            self._tell(member)
+            self._answer_heartbeats(member)
         else:
             self._liveness.greeted(member)
 
-    def _tell(self, member: MemberId) -> None:
+    def _answer_heartbeats(self, member: MemberId) -> None:
         """Tells a member that is lost so by its own connection; see `zrpc.transport.heartbeat`."""
         routing_id = self._heartbeats.get(member)
         if routing_id is not None:
             self._network.answer_heartbeats(routing_id, self._notice(member))
 
     def _notice(self, member: MemberId) -> bytes:
+        verdict = self._put_out.get(self._membership.own_id) or self._put_out.get(member)
+        if verdict is not None:
+            return Message(Kind.LOST, body=pack_notes([verdict])).first_frame()
         tried = self._liveness.tried_in_vain(member)
         return LeaveMessage(declared_dead=True, tried=tried).pack().first_frame()
 
@@ -248,7 +276,7 @@ class Peers:
         member = loss.member
         self._dispatcher.forget(member)
         if loss.reason not in _SAID_BY_ITSELF:
-            self._tell(member)
+            self._answer_heartbeats(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))
         self._on_member_lost(member)

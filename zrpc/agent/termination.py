@@ -9,18 +9,14 @@ runs and nothing is in flight (Mattern's four-counter method: F. Mattern, "Algor
 distributed termination detection", Distributed Computing 2, 1987). Then the leader lets all workers
 go.
 
-If the leader is lost, all turn to the next one. A lost worker no longer counts.
+If the leader is lost, all turn to the next one. A lost worker no longer counts. Two workers may
+have lost each other while others reach both. Until all agree which of them goes (see
+``zrpc.membership.agreement``), neither they nor those that know of it are idle. So a leader that
+lets all go speaks for all.
 
-Workers may disagree about who is lost: two of them can have lost each other while both still talk
-to a third one. So a leader says whom it has lost, and its word covers only the others. A worker
-leaves when leaders that it has joined have let it go, and cover all members that it counts itself.
-Until then it joins further leaders. A worker that is sent JOIN leads, whether or not it is the
-lowest rank, and invites those that may not know it. Two workers that have lost each other both know
-that (see ``zrpc.agent.peers``), so each leader is joined by all that it counts.
-
-Messages may be lost too, with the connection that carried them. So each worker repeats its JOIN
-from time to time until it may go. If the leader still waits for the worker's counts, it asks again.
-A worker that has missed the last message finds the leader gone.
+Messages may be lost, with the connection that carried them. So each worker repeats its JOIN from
+time to time until it may go. If the leader still waits for the worker's counts, it asks again. A
+worker that has missed the last message finds the leader gone.
 """
 
 from __future__ import annotations
@@ -40,7 +36,6 @@ __all__ = ["Step", "Termination", "TerminationMessage"]
 _MAX_UNCHANGED_ROUNDS = 20
 
 _LAYOUT = struct.Struct("<BIQQ")
-_MEMBER = struct.Struct("<I")
 Buffer = bytes | bytearray | memoryview
 
 
@@ -51,7 +46,6 @@ class Step(IntEnum):
     PROBE = 2  # from a leader: send me your counts once you are idle
     COUNTS = 3  # to a leader: my counts
     PROCEED = 4  # from a leader: all is done, leave
-    INVITE = 5  # from a leader: join me too, when you shut down
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +56,16 @@ class TerminationMessage:
         step: its kind.
         round: of a leader that asks for counts.
         sent: a count of messages, as is ``received``.
-        lost: the members that a leader has lost.
     """
 
     step: Step
     round: int = 0
     sent: int = 0
     received: int = 0
-    lost: tuple[MemberId, ...] = ()
 
     def pack(self) -> bytes:
         """Returns the message as bytes."""
-        head = _LAYOUT.pack(self.step, self.round, self.sent, self.received)
-        return head + b"".join(map(_MEMBER.pack, self.lost))
+        return _LAYOUT.pack(self.step, self.round, self.sent, self.received)
 
     @classmethod
     def parse(cls, data: Buffer) -> TerminationMessage:
@@ -84,10 +75,8 @@ class TerminationMessage:
             ProtocolError: they are not a termination message.
         """
         try:
-            step, number, sent, received = _LAYOUT.unpack_from(data)
-            lost = _MEMBER.iter_unpack(memoryview(data)[_LAYOUT.size :])
-            members = tuple(MemberId(member) for (member,) in lost)
-            return cls(Step(step), number, sent, received, members)
+            step, number, sent, received = _LAYOUT.unpack(data)
+            return cls(Step(step), number, sent, received)
         except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected a termination message: {error}") from error
 
@@ -109,23 +98,17 @@ class Termination:
     def __init__(self, member: MemberId, members: Iterable[MemberId]) -> None:
         self._own_id = member
         self._members = set(members)
-        self._lost: set[MemberId] = set()
         self._joining = False
         self.done = False
-        # The leaders that have not let this worker go, and whom each has lost. This worker has
-        # joined them, or will when it shuts down. It is one of them itself if it leads.
-        self._leaders: dict[MemberId, frozenset[MemberId]] = {}
-        # The members that have begun to shut down, as leaders say that ask for counts.
+        # The members that have begun to shut down, as the leader says when it asks for counts.
         self._begun: set[MemberId] = set()
-        # The members that the word of the others covers.
-        self._covered: set[MemberId] = set()
         self._asked: dict[MemberId, int] = {}  # the rounds whose counts this worker still owes
-        # Kept by a leader: who has joined, the current round, and whose counts are missing.
+        # Kept by a leader: who has joined, the current round, and whose counts are missing. Also by
+        # those that others take for it, since they have lost the present one.
         self._joined: set[MemberId] = set()
         self._round = 0
         self._unanswered: set[MemberId] = set()
         self._void = False  # whether a loss has changed the counts of this round
-        self._let_go: set[MemberId] = set()  # who was told to leave
         self._counts: dict[MemberId, tuple[int, int]] = {}
         self._last_counts: dict[MemberId, tuple[int, int]] = {}
         self._unchanged = 0
@@ -143,7 +126,7 @@ class Termination:
     @property
     def waits_for_all(self) -> bool:
         """Whether this worker leads a shutdown, and waits until all others join it."""
-        return self._joining and self._own_id in self._leaders
+        return self._joining and self._own_id == min(self._members)
 
     @property
     def missing(self) -> list[MemberId]:
@@ -158,19 +141,13 @@ class Termination:
     def begin(self) -> Outgoing:
         """Begins the shutdown of this worker."""
         self._joining = True
-        join = TerminationMessage(Step.JOIN)
-        return self._deliver([*((leader, join) for leader in self._leaders), *self._first_leader()])
+        return self._deliver(self._join())
 
     def remind(self) -> Outgoing:
         """Sends again what may have been lost; call it now and then."""
-        if not self._joining or self.done:
+        if not self._joining or self.done or self.waits_for_all:
             return []
-        join = TerminationMessage(Step.JOIN)
-        again = [(leader, join) for leader in self._leaders if leader != self._own_id]
-        if self.waits_for_all and (self._lost or self._own_id != min(self._members)):
-            again += self._to_all(Step.INVITE, self._members - self._joined)
-        # Only here, and not at once: members that are lost are mostly found lost by all.
-        return self._deliver(again + self._join_next(self._uncovered))
+        return self._join()
 
     def receive(self, sender: MemberId, message: TerminationMessage) -> Outgoing:
         """Takes in a message."""
@@ -200,17 +177,18 @@ class Termination:
         """Removes a worker that is gone."""
         if member not in self._members or member == self._own_id:
             return []
-        for members in (self._members, self._joined, self._covered, self._unanswered):
+        led = member == min(self._members)
+        for members in (self._members, self._joined, self._unanswered):
             members.discard(member)
-        self._lost.add(member)
         self._asked.pop(member, None)
-        self._leaders.pop(member, None)
         # The loss has changed the others' counts: ask again. Once this round has ended, since the
         # loss of a host is that of many members.
         self._void = True
         again = self._ask() if self._leads and not self._unanswered else []
-        self._settle()
-        return self._deliver([*again, *self._first_leader()])
+        return self._deliver([*again, *(self._join() if led and self._joining else [])])
+
+    def _join(self) -> Outgoing:
+        return [(min(self._members), TerminationMessage(Step.JOIN))]
 
     def _deliver(self, messages: Outgoing) -> Outgoing:
         """Handles the messages to this worker itself at once; returns the rest."""
@@ -226,62 +204,21 @@ class Termination:
     def _on(self, sender: MemberId, message: TerminationMessage) -> Outgoing:
         if message.step is Step.PROCEED:
             # Also from a worker that is gone: it may leave as soon as it has sent this.
-            return self._on_proceed(sender, frozenset(message.lost))
+            self.done = self.done or self._joining
+            return []
         if sender not in self._members or self.done:
             return []
         if message.step is Step.JOIN:
             return self._on_join(sender)
-        if message.step is Step.INVITE:
-            known = sender in self._leaders
-            self._leaders[sender] = frozenset(message.lost)
-            join = [(sender, TerminationMessage(Step.JOIN))]
-            return join if self._joining and not known else []
         if message.step is Step.PROBE:
             self._asked[sender] = message.round
-            self._begun |= self._members.difference(message.lost)
-            if sender in self._leaders:
-                self._leaders[sender] = frozenset(message.lost)
+            self._begun = set(self._members)
             return []
         if message.round == self._round:
             self._unanswered.discard(sender)
             self._counts[sender] = (message.sent, message.received)
             # A worker that came to the mesh meanwhile must join first.
             return self._evaluate() if not self._unanswered and self._leads else []
-        return []
-
-    # -- as one that follows ---------------------------------------------------------------
-
-    @property
-    def _uncovered(self) -> set[MemberId]:
-        """The members covered neither by a leader that released us nor by one still pending."""
-        return (self._members - self._covered).intersection(*self._leaders.values())
-
-    def _first_leader(self) -> Outgoing:
-        """Joins a leader if there is none yet, or no longer."""
-        begun = not self._joining or self._leaders or self._covered
-        return [] if begun else self._join_next(self._members)
-
-    def _join_next(self, uncovered: set[MemberId]) -> Outgoing:
-        """Joins a leader that may cover these members."""
-        if not uncovered:
-            return []
-        leader = min(uncovered | {self._own_id})
-        self._leaders[leader] = frozenset()  # until it says whom it has lost
-        return [(leader, TerminationMessage(Step.JOIN))]
-
-    def _settle(self) -> None:
-        """Leaves if no leader waits for this worker, and all members are covered."""
-        waiting = set(self._leaders)
-        if self._joined <= {self._own_id}:
-            waiting.discard(self._own_id)  # it leads nobody else
-        self.done = self._joining and not waiting and not self._members - self._covered
-
-    def _on_proceed(self, leader: MemberId, lost: frozenset[MemberId]) -> Outgoing:
-        if self._joining:
-            self._covered |= {self._own_id, *(self._members - lost)}
-            self._leaders.pop(leader, None)
-            self._asked.pop(leader, None)
-            self._settle()
         return []
 
     # -- as leader ---------------------------------------------------------------------------
@@ -292,11 +229,8 @@ class Termination:
         return self.waits_for_all and self._joined == self._members
 
     def _on_join(self, sender: MemberId) -> Outgoing:
-        if sender in self._let_go and sender != self._own_id:
-            return self._to_all(Step.PROCEED, {sender})
         again = sender in self._joined
-        self._leaders.setdefault(self._own_id, frozenset())
-        self._joined |= {sender, self._own_id} if self._joining else {sender}
+        self._joined.add(sender)
         if not self._leads:
             return []
         if again:
@@ -321,9 +255,8 @@ class Termination:
         balanced = sum(sent - received for sent, received in self._counts.values()) == 0
         if self._unchanged < (1 if balanced else _MAX_UNCHANGED_ROUNDS):
             return self._ask()
-        self._let_go = set(self._members)
         return self._to_all(Step.PROCEED, self._members)
 
     def _to_all(self, step: Step, members: Iterable[MemberId]) -> Outgoing:
-        message = TerminationMessage(step, self._round, lost=tuple(sorted(self._lost)))
+        message = TerminationMessage(step, self._round)
         return [(member, message) for member in sorted(members)]

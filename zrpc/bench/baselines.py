@@ -38,14 +38,14 @@ def pipelined(session: Session) -> Sample:
 
 def memcpy(session: Session, size: int, times: int) -> Sample:
     """Copies a tensor to memory that was used before, ``times`` times."""
-    source = torch.full((size // 4,), 1.0)
+    source = session.tensor(size, 1.0)
     target = torch.zeros_like(source)
 
     def once() -> None:
         for _ in range(times):
             target.copy_(source)
 
-    return session.sampling.time(once)
+    return session.time(once)
 
 
 def local_step(session: Session, width: int) -> Sample:

@@ -43,6 +43,7 @@ class Library:
         *,
         tcp: bool,
         keys: bool = False,
+        device: str = "",
         init_method: str = "env://",
     ) -> None:
         """Joins this process to a mesh, with the library's default options.
@@ -52,10 +53,14 @@ class Library:
             workers: the number of workers.
             tcp: whether to use only tcp.
             keys: whether zrpc encrypts what it sends over tcp. torch can't.
+            device: the device that tensors of all workers are on; empty for the CPU.
             init_method: the rendezvous of the workers.
         """
         global _current
         arguments: dict[str, Any] = {"init_method": init_method}
+        if device:
+            others = [f"worker{other}" for other in range(workers) if other != rank]
+            arguments.update(device_maps={other: {device: device} for other in others})
         if self.name == "zrpc":
             options = self.rpc.ZmqRpcBackendOptions
             if tcp:

@@ -56,6 +56,7 @@ class Mesh:
         forms_mesh: whether they form a mesh.
         tcp: whether to use only tcp.
         keys: whether zrpc encrypts what it sends over tcp.
+        device: the device that tensors are on; empty for the CPU.
         namespaces: the network namespace of each worker; default: that of this process.
         timeout: the seconds for all workers to join, and to leave.
 
@@ -76,11 +77,12 @@ class Mesh:
         forms_mesh: bool = True,
         tcp: bool = False,
         keys: bool = False,
+        device: str = "",
         namespaces: Sequence[str] = (),
         timeout: float = 60.0,
     ) -> None:
         self._starter = starter
-        self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys)
+        self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys, device)
         self._secret = {"ZRPC_SECRET": new_secret()} if keys else {}
         self._namespaces = namespaces
         self._timeout = timeout

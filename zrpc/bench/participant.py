@@ -59,7 +59,7 @@ class Participant:
 
     def _row_or_limit(self, row: Row) -> Row | Limit | None:
         if self.name == LIMIT:
-            return row.limit_of(self._settings.tcp)
+            return row.limit_of(self._settings.tcp, self._settings.device)
         return row if row.measured_by(self.name) else None
 
     def _started_mesh(self) -> Mesh:
@@ -74,6 +74,7 @@ class Participant:
                 # The limit of a fresh group is a process that has only imported torch.
                 forms_mesh=group.forms_mesh and not (limit and group.fresh),
                 tcp=self._settings.tcp,
+                device=self._settings.device,
                 timeout=self._settings.mesh_timeout,
             )
             try:

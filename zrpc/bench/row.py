@@ -51,6 +51,7 @@ class Row:
         unit: the unit of the result.
         limit: the limit to show beside the libraries.
         tcp_limit: the limit over tcp; None if it is the same.
+        device_limit: the limit if tensors are on a device; None if it can't be measured then.
         above_limit: whether the limit is subtracted before the libraries are compared.
         default: whether it is measured without ``--rows``.
         libraries: those that can measure it.
@@ -64,6 +65,7 @@ class Row:
     unit: Unit = Unit.SECONDS
     limit: Limit | None = None
     tcp_limit: Limit | None = None
+    device_limit: Limit | None = None
     above_limit: bool = False
     default: bool = True
     libraries: Collection[str] = LIBRARIES
@@ -74,8 +76,10 @@ class Row:
         """Returns whether the library of that name can measure it."""
         return library in self.libraries
 
-    def limit_of(self, tcp: bool) -> Limit | None:
-        """Returns the limit for the transport in use."""
+    def limit_of(self, tcp: bool, device: str = "") -> Limit | None:
+        """Returns the limit for the transport in use and the device, if tensors are on one."""
+        if device:
+            return self.device_limit
         return self.tcp_limit if tcp and self.tcp_limit is not None else self.limit
 
 

@@ -29,8 +29,8 @@ def _zmq(size: int = 16, times: int = 1) -> Limit:
     return Limit("ZeroMQ", "baselines:echo", (size, times))
 
 
-def _copies(size: int, times: int) -> Limit:
-    return Limit("memcpy", "baselines:memcpy", (size, times))
+def _copies(size: int, times: int, name: str = "memcpy") -> Limit:
+    return Limit(name, "baselines:memcpy", (size, times))
 
 
 _RATE = Limit("ZeroMQ", "baselines:pipelined")
@@ -46,11 +46,24 @@ def _tensor_rows() -> tuple[Row, ...]:
         ):
             limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
             row = Row(
-                f"{way}, {name}", workload, (size,), limit=limit, tcp_limit=raw, libraries=_ALL
+                f"{way}, {name}",
+                workload,
+                (size,),
+                limit=limit,
+                tcp_limit=raw,
+                device_limit=_copies(size, copies, "device copy"),
+                libraries=_ALL,
             )
             rows.append(row)
-    name, limit = "echo, 100 tensors of 1 KiB", _zmq(100 * _KIB)
-    return (*rows, Row(name, "tensors:echo_many", (100, _KIB), limit=limit, libraries=_ALL))
+    many = Row(
+        "echo, 100 tensors of 1 KiB",
+        "tensors:echo_many",
+        (100, _KIB),
+        limit=_zmq(100 * _KIB),
+        device_limit=_copies(_KIB, 200, "device copy"),
+        libraries=_ALL,
+    )
+    return (*rows, many)
 
 
 def _cost_rows() -> tuple[Row, ...]:
@@ -271,13 +284,16 @@ WORKLOAD_MODULES = {
 }
 
 
-def select(patterns: Collection[str] = (), against: str | None = None) -> list[Group]:
+def select(
+    patterns: Collection[str] = (), against: str | None = None, device: str = ""
+) -> list[Group]:
     """Returns the groups that contain selected rows, with only those rows.
 
     Args:
         patterns: regular expressions. A row is selected if one of them is found in its name,
             ignoring case. Without any, the default rows are selected.
         against: the library to compare with; the default rows are those that it can measure.
+        device: the device that tensors are on; other rows than those of tensors are left out.
 
     Raises:
         ValueError: an expression is not valid, or matches no row.
@@ -287,6 +303,10 @@ def select(patterns: Collection[str] = (), against: str | None = None) -> list[G
         rows = [row for row in all_rows() if row.default]
         measured = against if against in ACTOR_LIBRARIES else "zrpc"
         chosen = {row.name for row in rows if row.measured_by(measured)}
+    if device:
+        chosen &= {row.name for row in all_rows() if row.device_limit is not None}
+        if not chosen:
+            raise ValueError(f"no row that matches {', '.join(patterns)} has tensors on a device")
     groups = [
         replace(group, rows=tuple(row for row in group.rows if row.name in chosen))
         for group in GROUPS

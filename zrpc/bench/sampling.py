@@ -111,6 +111,7 @@ class Settings:
         against: the library to compare with, or None.
         rounds: the number of rounds.
         tcp: whether to use only tcp.
+        device: the device that tensors are on; empty for the CPU.
         sampling: how long and how often to repeat each row in each round.
         deadline: the seconds that a row may take in one round.
         mesh_timeout: the seconds that a mesh may take to start, and to shut down.
@@ -119,6 +120,7 @@ class Settings:
     against: str | None = "torch"
     rounds: int = 5
     tcp: bool = False
+    device: str = ""
     sampling: Sampling = field(default_factory=Sampling)
     deadline: float = 60.0
     mesh_timeout: float = 60.0

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zrpc.bench.sampling import Sampling
+    import torch
+
+    from zrpc.bench.sampling import Sample, Sampling
 
 __all__ = ["PEER", "Session"]
 
@@ -23,6 +25,7 @@ class Session:
         participant: the library's name, or ``limit``.
         sampling: how long and how often to repeat the workload.
         workers: the number of workers in the mesh.
+        device: the device that tensors are on; empty for the CPU.
         library: the `zrpc.bench.library.Library` that is measured.
         raw: the bare ZeroMQ connection to the peer, in a mesh that measures limits.
     """
@@ -30,8 +33,24 @@ class Session:
     participant: str
     sampling: Sampling
     workers: int
+    device: str = ""
     library: Any = field(default=None, repr=False)
     raw: Any = field(default=None, repr=False)
+
+    def tensor(self, size: int, value: float) -> torch.Tensor:
+        """Returns a tensor of ``size`` bytes, in memory that has been written to."""
+        import torch
+
+        return torch.full((size // 4,), value, device=self.device or "cpu")
+
+    def time(self, once: Callable[[], object]) -> Sample:
+        """Measures the seconds for one operation, the work of the device included."""
+        if not self.device:
+            return self.sampling.time(once)
+        import torch
+
+        finish = torch.get_device_module(self.device).synchronize
+        return self.sampling.time(lambda: (once(), finish()))
 
     @property
     def others(self) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from zrpc.bench.device import name_of_device
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Row, Unit
@@ -41,7 +42,8 @@ def headline(machine: Machine, settings: Settings) -> str:
     """Describes the machine and the run in a few lines."""
     transport = "loopback tcp" if settings.tcp else "each library's default transport"
     rounds = "1 round" if settings.rounds == 1 else f"{settings.rounds} rounds"
-    return f"{machine}\n{rounds} of fresh processes in turn, over {transport}"
+    on_device = f", tensors on {name_of_device(settings.device)}" if settings.device else ""
+    return f"{machine}\n{rounds} of fresh processes in turn, over {transport}{on_device}"
 
 
 def as_text(run: Run) -> str:
@@ -61,11 +63,11 @@ def _row_cells(result: RowResult, settings: Settings) -> list[str]:
     cells.append(_cell(result, "zrpc") + _bound(result.row))
     if against:
         cells += _faster(result.times_faster(against))
-    return [*cells, _limit(result, settings.tcp), _times_limit(result)]
+    return [*cells, _limit(result, settings), _times_limit(result)]
 
 
-def _limit(result: RowResult, tcp: bool) -> str:
-    limit, spread = result.row.limit_of(tcp), result.spread(LIMIT)
+def _limit(result: RowResult, settings: Settings) -> str:
+    limit, spread = result.row.limit_of(settings.tcp, settings.device), result.spread(LIMIT)
     if limit is None or spread is None:
         return "failed" if result.failures(LIMIT) else ""
     return f"{quantity(spread.median, result.row.unit)} {limit.name}"
@@ -146,7 +148,7 @@ def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, 
 
 
 def _row_data(result: RowResult, settings: Settings) -> dict[str, Any]:
-    limit = result.row.limit_of(settings.tcp)
+    limit = result.row.limit_of(settings.tcp, settings.device)
     faster = result.times_faster(settings.against) if settings.against else None
     times_limit = result.times_faster("zrpc", than=LIMIT)
     return {

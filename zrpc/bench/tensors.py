@@ -14,15 +14,10 @@ from zrpc.bench.session import PEER, Session
 _ELEMENT = 7.0
 
 
-def _tensor(size: int) -> torch.Tensor:
-    """Returns a tensor of ``size`` bytes, in memory that has been written to."""
-    return torch.full((size // 4,), _ELEMENT)
-
-
 def one_way(session: Session, size: int) -> Sample:
     """Sends a tensor and gets its last element back."""
     rpc_sync = session.rpc.rpc_sync
-    tensor = _tensor(size)
+    tensor = session.tensor(size, _ELEMENT)
     check("the last element", rpc_sync(PEER, targets.take, args=(tensor,)), _ELEMENT)
     return session.sampling.time(lambda: rpc_sync(PEER, targets.take, args=(tensor,)))
 
@@ -30,27 +25,27 @@ def one_way(session: Session, size: int) -> Sample:
 def echo(session: Session, size: int) -> Sample:
     """Sends a tensor and gets it back."""
     rpc_sync = session.rpc.rpc_sync
-    tensor = _tensor(size)
+    tensor = session.tensor(size, _ELEMENT)
     back = rpc_sync(PEER, targets.echo, args=(tensor,))
     check("the echo to be equal", torch.equal(back, tensor), True)
     del back  # while a result is kept, its memory can't be reused
-    return session.sampling.time(lambda: rpc_sync(PEER, targets.echo, args=(tensor,)))
+    return session.time(lambda: rpc_sync(PEER, targets.echo, args=(tensor,)))
 
 
 def echo_many(session: Session, count: int, size: int) -> Sample:
     """Sends a list of tensors and gets it back."""
     rpc_sync = session.rpc.rpc_sync
-    tensors = [_tensor(size) for _ in range(count)]
+    tensors = [session.tensor(size, _ELEMENT) for _ in range(count)]
     back = rpc_sync(PEER, targets.echo, args=(tensors,))
     equal = all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
     check("the echo to be equal", equal, True)
     del back
-    return session.sampling.time(lambda: rpc_sync(PEER, targets.echo, args=(tensors,)))
+    return session.time(lambda: rpc_sync(PEER, targets.echo, args=(tensors,)))
 
 
 def fan_out(session: Session, size: int) -> Sample:
     """Sends one tensor to all other workers at once."""
-    tensor = _tensor(size)
+    tensor = session.tensor(size, _ELEMENT)
 
     def once() -> list[float]:
         return session.call_others(targets.take, (tensor,))
@@ -61,7 +56,7 @@ def fan_out(session: Session, size: int) -> Sample:
 
 def to_group(session: Session, size: int) -> Sample:
     """Sends one tensor to all other workers by one call of a group."""
-    rpc, tensor = session.rpc, _tensor(session.sampling.scaled(size))
+    rpc, tensor = session.rpc, session.tensor(session.sampling.scaled(size), _ELEMENT)
     others = rpc.group(session.others)
     found = rpc.rpc_sync(others, targets.take, args=(tensor,))
     check("the last elements", found, [_ELEMENT] * (session.workers - 1))

@@ -43,6 +43,7 @@ class WorkerSettings:
         forms_mesh: whether they form a mesh.
         tcp: whether to use only tcp.
         keys: whether zrpc encrypts what it sends over tcp.
+        device: the device that tensors are on; empty for the CPU.
         rank: the worker's rank.
         namespace: the network namespace that the worker enters; empty for none.
         directory: the mesh's directory.
@@ -54,6 +55,7 @@ class WorkerSettings:
     forms_mesh: bool
     tcp: bool
     keys: bool
+    device: str = ""
     rank: int = 0
     namespace: str = ""
     directory: str = ""
@@ -96,6 +98,10 @@ class _Worker:
             from zrpc.bench.namespaces import enter
 
             enter(settings.namespace)
+        if settings.device:
+            from zrpc.bench.device import check_device
+
+            check_device(settings.device)
         if settings.participant in ACTOR_LIBRARIES:
             from zrpc.bench.actors import start
 
@@ -110,6 +116,7 @@ class _Worker:
             settings.workers,
             tcp=settings.tcp,
             keys=settings.keys,
+            device=settings.device,
             init_method=f"file://{settings.directory}/store",
         )
         self._library = library
@@ -130,7 +137,12 @@ class _Worker:
         function = getattr(importlib.import_module(f"zrpc.bench.{module}"), name)
         settings = self._settings
         session = Session(
-            settings.participant, sampling, settings.workers, self._library, self._raw
+            settings.participant,
+            sampling,
+            settings.workers,
+            settings.device,
+            self._library,
+            self._raw,
         )
         sample: Sample = function(session, *arguments)
         return sample

@@ -7,6 +7,7 @@ from typing import Any, Protocol, TypedDict
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.errors import WorkerDied
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.message import Extensions, Message
 
 __all__ = ["CallOptions", "Order"]
@@ -28,6 +29,7 @@ class CallOptions(TypedDict, total=False):
         died: the error if the peer is lost first.
         order: numbers the call and puts it into the table, instead of flow control.
         more: further extensions, if there is one.
+        devices: where tensors arrive, if not by the device map for the callee.
     """
 
     extension: tuple[int, bytes] | None
@@ -35,3 +37,4 @@ class CallOptions(TypedDict, total=False):
     died: type[WorkerDied]
     order: Order | None
     more: Extensions
+    devices: DeviceMap

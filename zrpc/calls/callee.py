@@ -25,6 +25,7 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
@@ -159,9 +160,19 @@ class Callee:
         self.deferrals[type(deferral)](request, sink or self, deferral, call)
 
     def answer(
-        self, request: Message, value: Any, extension: tuple[int, bytes] | None = None
+        self,
+        request: Message,
+        value: Any,
+        extension: tuple[int, bytes] | None = None,
+        devices: DeviceMap | None = None,
     ) -> bool:
         """Answers a request with a value, or with an error if it can't be pickled.
+
+        Args:
+            request: the request.
+            value: the value.
+            extension: added to the answer.
+            devices: where tensors arrive, if not by the device map of the caller.
 
         Returns:
             Whether the value was sent, as far as is known here.
@@ -174,6 +185,8 @@ class Callee:
         encoder = None
         if value is not None or (request.attachments and self._codec.in_context(request)):
             encoder = self._codec.answer_encoder(request)
+            if devices is not None:
+                encoder.devices = devices
         try:
             if encoder is None:
                 reply.body = NONE

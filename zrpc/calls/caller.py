@@ -34,6 +34,7 @@ from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
+from zrpc.calls.unmapped import with_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
@@ -44,6 +45,7 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
 from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
+from zrpc.wire.devices import DeviceMap, UnmappedDevice
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
@@ -232,6 +234,7 @@ class Caller:
         died: type[WorkerDied] = WorkerDied,
         order: Order | None = None,
         more: Extensions = (),
+        devices: DeviceMap | None = None,
     ) -> tuple[PendingCall, Message]:
         """Makes a call, and the message of its request; then holds back signal handlers."""
         if self._outbox.closed:
@@ -248,6 +251,8 @@ class Caller:
             ends = self._membership.info.name, to.name
             observation = CallObservation(self.recorder, kind, obj, ends, waits, self.complete)
         encoder = self._codec.encoder(to.member_id)
+        if devices is not None:
+            encoder.devices = devices
         try:
             encoder.pack(obj, message)
             if extension is not None or hops:
@@ -272,10 +277,13 @@ class Caller:
                 observation.packed(call, message)
             # From here on this thread takes locks that a call in a handler would need too.
             hold_interrupts()
-        except BaseException:  # of a signal handler, for example
+        except BaseException as error:  # of a signal handler, for example
             encoder.abort()
             if observation is not None:
                 observation.end()
+            if isinstance(error, UnmappedDevice):
+                same = partial(self._codec.encoder, to.member_id)
+                raise with_argument(error, obj, same) from None
             raise
         return call, message
 

@@ -41,18 +41,22 @@ class Codec:
     def __init__(self, owner: Any, membership: Membership) -> None:
         self._owner = owner
         self._membership = membership
+        self._device_maps = membership.device_maps.get
         self.fetch: Callable[[MemberId, str], Any] | None = None
         # Each returns what this thread's messages are within, or None.
         self._contexts: Sequence[Callable[[], Any]] = ()
         self._tags: Set[int] = frozenset()  # of the requests whose answers are within the same
         self._finishers: list[Callable[[Encoder], None]] = []
         self._openers: dict[int, Callable[[Decoder], None]] = {}
+        self._memory: Callable[[MemberId, int], Any] | None = None
 
     def use(self, hooks: Sequence[MessageHooks]) -> None:
         """Lets these hooks look at messages. Only before the agent serves."""
         self._contexts = [each.context.get for each in hooks if each.context is not None]
         self._tags = {each.tag for each in hooks if each.context is not None and each.tag}
         self._finishers = [each.finish for each in overriding(MessageHooks, "finish", hooks)]
+        for each in overriding(MessageHooks, "memory", hooks):
+            self._memory = each.memory
         opening = overriding(MessageHooks, "open", hooks)
         self._openers = {each.tag: each.open for each in opening if each.tag is not None}
 
@@ -74,6 +78,10 @@ class Codec:
         for context in self._contexts:  # not by any(), which takes longer: for each message
             if context() is not None:
                 self._put_in_context(encoder)
+        if self._membership.device_maps and (maps := self._device_maps(member)) is not None:
+            encoder.devices, encoder.memory = maps[0], self._memory
+            if maps[0].current:
+                encoder.finishers = [*encoder.finishers, _mark_device]
         return encoder
 
     def answer_encoder(self, request: Message) -> Encoder:
@@ -83,6 +91,8 @@ class Codec:
         encoder.request = request
         if self.in_context(request):
             self._put_in_context(encoder)
+        if self._membership.device_maps and (maps := self._device_maps(member)) is not None:
+            encoder.devices, encoder.memory = maps[1], self._memory
         return encoder
 
     def _put_in_context(self, encoder: Encoder) -> None:
@@ -111,6 +121,14 @@ class Codec:
             value = decoder.unpack(partial(self.fetch, message.sender))
         message.buffers = ()  # they would keep large tensors alive as long as the message
         return value
+
+
+def _mark_device(encoder: Encoder) -> None:
+    """Adds to a request which device its function has as the current one."""
+    assert encoder.devices is not None
+    device = encoder.tensors.target or encoder.devices.current
+    if device:
+        encoder.extension(Tag.DEVICE).extend(device.encode())
 
 
 def error_in(answer: Message) -> Exception:

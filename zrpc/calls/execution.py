@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
+from zrpc.calls.current_device import keep_device
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import DEFERRAL, Deferral, is_async_execution
 from zrpc.runtime import forks
@@ -162,7 +163,7 @@ class Execution:
             if not scope.follow(asyncio.current_task()):
                 coroutine.close()  # cancelled before it could begin
                 raise asyncio.CancelledError
-            value = await coroutine
+            value = await keep_device(coroutine, self.request)
             if generation != forks.generation:
                 forks.exit_child()
         except BaseException as error:

@@ -52,6 +52,13 @@ class MessageHooks:
     def carry(self, member: MemberId, message: Message) -> None:
         """Takes large buffers out of a message to a peer, to send them another way."""
 
+    def memory(self, member: MemberId, size: int) -> Any:
+        """Returns memory from which large buffers are carried to a peer without another copy.
+
+        It is a writable buffer; None if there is none.
+        """
+        return None
+
     def undo_carry(self, member: MemberId, message: Message) -> None:
         """Undoes what `carry` did for a message that can't be sent."""
 

@@ -7,22 +7,23 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import find_agent
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
-from zrpc.driver.place import DRIVER
+from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.driver.processes import WorkerProcesses, check_interpreter
 from zrpc.errors import RpcError
 from zrpc.launch.roles import Roles
+from zrpc.launch.store import parse_address
 from zrpc.membership.launched import launching
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.forks import free_in_child
 
-__all__ = ["DriverMesh", "start_mesh"]
+__all__ = ["DriverMesh", "connect", "start_mesh"]
 
 # Held by start_mesh: one mesh at a time.
 _start_lock = free_in_child(threading.Lock())
@@ -63,6 +64,7 @@ def start_mesh(
         RendezvousError: a worker exits while it starts, or they don't meet within ``init_timeout``
             seconds.
         LaunchError: processes can't be started.
+        RuntimeError: a child of multiprocessing has imported the script that calls this.
         ValueError: a number or a role is not possible.
         TypeError: ``workers`` is neither a number nor a mapping.
 
@@ -90,7 +92,53 @@ def start_mesh(
         except BaseException:
             processes.stop(hurried=True)
             raise
-        _latest = DriverMesh(roles, processes, agent)
+        _latest = DriverMesh(agent, [member.name for member in roles], processes)
+        return _latest
+
+
+def connect(
+    address: str,
+    secret: str | None = None,
+    *,
+    name: str = DRIVER,
+    rpc_backend_options: ZmqRpcBackendOptions | None = None,
+) -> DriverMesh:
+    """Joins an elastic mesh that runs elsewhere, from a script or a notebook, and leaves it alone.
+
+    The mesh was started by ``zrpc launch --elastic --listen HOST:PORT``, or has a worker of rank 0
+    that hosts its store. It goes on when this process leaves by `DriverMesh.close`, at the end of a
+    ``with`` statement, or in any other way. This process needs no variables; its firewall must let
+    the workers connect to it.
+
+    Args:
+        address: where the workers meet, as ``HOST:PORT``.
+        secret: the mesh's cluster secret. Default: that of ``ZRPC_SECRET_FILE`` or ``ZRPC_SECRET``.
+        name: this process's name, unique in the mesh.
+        rpc_backend_options: for this process. ``init_method`` is ignored.
+
+    Raises:
+        RpcError: this process is a worker or a driver already.
+        RendezvousError: there is no mesh at the address, its number of workers is fixed, or a
+            member has the name.
+        AuthenticationError: the secret is another than the workers'.
+        ValueError: the address has another form.
+
+    May be called from any thread.
+
+    Example:
+        >>> import zrpc
+        >>> with zrpc.connect("head:29500", "my secret ...") as mesh:  # doctest: +SKIP
+        ...     print(mesh.names, zrpc.rpc_sync("worker0", max, args=(1, 2)))
+        ('worker0', 'worker1') 2
+    """
+    global _latest
+    url = f"tcp://{parse_address(address)}"
+    place = MeetingPlace(url, None, secret, rpc_backend_options or ZmqRpcBackendOptions())
+    with _start_lock:
+        _check_free()
+        agent = place.join_as_driver(name)
+        names = [info.name for info in agent.get_worker_infos() if info.name != name]
+        _latest = DriverMesh(agent, names)
         return _latest
 
 
@@ -121,17 +169,19 @@ def _check_free() -> None:
 
 
 class DriverMesh:
-    """A mesh that `start_mesh` has started. Any thread may call its methods.
+    """A mesh that `start_mesh` or `connect` has joined. Any thread may call its methods.
 
     It is a context manager: at the end of a ``with`` statement it is closed, gracefully unless an
     exception ends the statement. A mesh that nothing refers to any more goes on.
 
     Attributes:
-        names: the names of the workers, by rank; the driver is not among them.
+        names: the names of the workers at the start, by rank; the driver is not among them.
     """
 
-    def __init__(self, roles: Roles, processes: WorkerProcesses, agent: Agent) -> None:
-        self.names = tuple(member.name for member in roles)
+    def __init__(
+        self, agent: Agent, names: Iterable[str], processes: WorkerProcesses | None = None
+    ) -> None:
+        self.names = tuple(names)
         self._processes = processes
         self._agent = agent
         self._pid = os.getpid()
@@ -139,7 +189,8 @@ class DriverMesh:
         # Held while it is closed: another thread that closes it waits for that. A signal handler
         # may close it meanwhile in the same thread.
         self._lock = threading.RLock()
-        processes.begin_reports()
+        if processes is not None:
+            processes.begin_reports(agent)
         atexit.register(self._close_at_exit)
 
     @property
@@ -149,11 +200,11 @@ class DriverMesh:
 
     @property
     def pids(self) -> Mapping[str, int]:
-        """The process ids of the workers that run, by their names."""
-        return self._processes.pids
+        """The process ids of the workers that run, by their names, if `start_mesh` started them."""
+        return {} if self._processes is None else self._processes.pids
 
     def close(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-        """Ends the mesh: all leave it, and the workers exit. Later calls do nothing.
+        """Leaves the mesh, and ends it if `start_mesh` started it. Later calls do nothing.
 
         Args:
             graceful: whether to wait until nothing is in progress, as `zrpc.shutdown` does. If
@@ -171,11 +222,13 @@ class DriverMesh:
                 return
             hurried = True
             try:
-                self._processes.end_reports()
+                if self._processes is not None:
+                    self._processes.end_restarts()
                 self._agent.shutdown(graceful, timeout)
                 hurried = not graceful
             finally:
-                self._processes.stop(hurried)
+                if self._processes is not None:
+                    self._processes.stop(hurried)
                 self._closed = True
                 atexit.unregister(self._close_at_exit)
 

@@ -26,36 +26,40 @@ class MeetingPlace:
 
     Attributes:
         init_method: the URL of the store in which all meet.
-        num_workers: how many there are besides the driver, which has the last rank.
-        secret: the mesh's own.
+        num_workers: how many there are besides the driver, which has the last rank; None if they
+            come and go.
+        secret: the mesh's own; None for that of the environment.
         options: for all members; their ``init_method`` doesn't count.
         restarts: whether workers may be started again.
         sockets: the directory for Unix sockets, if the driver has made one.
     """
 
     init_method: str
-    num_workers: int
-    secret: str
+    num_workers: int | None
+    secret: str | None
     options: ZmqRpcBackendOptions
-    restarts: bool
+    restarts: bool = False
     sockets: Path | None = None
 
     def __repr__(self) -> str:
         return f"<the store of a mesh at {self.init_method}>"  # without the secret
 
-    def join(self, name: str, rank: int, restarts: int = 0, store: Store | None = None) -> Agent:
+    def join(
+        self, name: str, rank: int | None, restarts: int = 0, store: Store | None = None
+    ) -> Agent:
         """Joins the mesh, as the process's default agent.
 
         Args:
             name: this member's name.
-            rank: this member's rank.
+            rank: this member's rank; None for any free one.
             restarts: how often it was started again.
             store: the store, if it is open already.
 
         Raises:
             RendezvousError: the members do not meet in time.
         """
-        timeout, size = self.options.init_timeout, self.num_workers + 1
+        timeout = self.options.init_timeout
+        size = None if self.num_workers is None else self.num_workers + 1
         store = store or connect_store(self.init_method, rank, size, timeout)
         store.set_timeout(timedelta(seconds=timeout))
         agent = join_mesh(
@@ -65,13 +69,13 @@ class MeetingPlace:
             store=store,
             options=self.options,
             init_method=self.init_method,
-            secret=ClusterSecret(self.secret),
+            secret=None if self.secret is None else ClusterSecret(self.secret),
             restarts=restarts if self.restarts else None,
             sockets=self.sockets,
         )
         set_default_agent(agent)
         return agent
 
-    def join_as_driver(self, store: Store | None = None) -> Agent:
+    def join_as_driver(self, name: str = DRIVER, store: Store | None = None) -> Agent:
         """Joins the mesh as its driver; see `join`."""
-        return self.join(DRIVER, self.num_workers, store=store)
+        return self.join(name, self.num_workers, store=store)

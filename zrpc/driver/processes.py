@@ -6,18 +6,24 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
+from zrpc.agent.agent import Agent
 from zrpc.driver.console import StreamConsole
+from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
+from zrpc.launch.interpreter import check_not_imported
+from zrpc.launch.line_splitter import LineSplitter
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.roles import Roles
 from zrpc.launch.starter import start_method
+from zrpc.launch.throttle import ThrottledSplitter
 from zrpc.launch.worker import STOP_NOTE, EnvironmentTemplate, Worker, base_environment
 from zrpc.membership.secret import new_secret
 from zrpc.options import ZmqRpcBackendOptions
@@ -31,6 +37,9 @@ _HURRIED_EXIT_SECONDS = 1.0
 _DRAIN_SECONDS = 2.0
 # For killed workers to be dead.
 _KILL_SECONDS = 5.0
+# What a notebook gets in a second of all workers' standard outputs, or of their errors.
+_MAX_LINES = 1000
+_MAX_BYTES = 400_000
 _LONG_SECONDS = 86400.0  # a wait that an exit ends
 
 
@@ -52,18 +61,19 @@ class WorkerProcesses:
     def __init__(self, roles: Roles, env: Mapping[str, str], max_restarts: int) -> None:
         self._roles = roles
         self._max_restarts = max_restarts
-        self._base = base_environment(len(roles), env)
-        self._starter = Starter(start_method(), env=self._base)
-        names = [member.name for member in roles]
-        self._output = Output(StreamConsole(labels=names))
-        self._port = ReservedPort()  # for process groups of the workers
         # As they are now, also for workers that are started again.
         self._cwd = os.getcwd()
         self._sys_path = [os.path.abspath(entry) for entry in sys.path]
+        self._base = base_environment(len(roles), env)
+        self._starter = Starter(start_method(), env=self._base)
+        names = [member.name for member in roles]
+        self._output = Output(StreamConsole(labels=names), make_splitter=_splitter_for(len(roles)))
+        self._port = ReservedPort()  # for process groups of the workers
         # Of the present processes, by process id. The thread alone changes it once it runs.
         self._workers: dict[int, Worker] = {}
-        self._open = False  # whether all have joined, and the mesh is not to be closed yet
-        self._stopping = False
+        self._agent: Agent | None = None  # the driver's, once all have joined
+        self._closing = self._killing = False
+        self._end_reports: Callable[[], None] = _nothing
         self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
 
     @property
@@ -115,13 +125,20 @@ class WorkerProcesses:
             os.close(stderr)
         self._workers[pid] = Worker(rank, pid, restarts)
 
-    def begin_reports(self) -> None:
-        """Reports, or starts again, workers that exit from now on: all have joined."""
-        self._open = True
+    def begin_reports(self, agent: Agent) -> None:
+        """Reports, or starts again, workers that exit from now on: all have joined the driver."""
+        self._agent = agent
+        self._end_reports = tell_of_edits(self._output.notice)
 
-    def end_reports(self) -> None:
-        """Expects all workers to exit from now on."""
-        self._open, self._stopping = False, True
+    def end_restarts(self) -> None:
+        """Expects all workers to exit from now on; only failures are reported."""
+        self._closing = True
+        self._end_reports()
+        self._end_reports = _nothing
+
+    def _leave(self) -> bool:
+        """Whether the workers leave with the driver."""
+        return self._closing or (self._agent is not None and self._agent.closed)
 
     def _watch(self) -> None:
         """Runs in the thread, until all workers have exited."""
@@ -131,23 +148,29 @@ class WorkerProcesses:
                     worker = self._workers.pop(found.pid)
                     worker.returncode = found.returncode
                     self._on_exit(worker)
-        except (LaunchError, OSError) as error:
+        except LaunchError as error:
             self._workers.clear()  # the server has killed them, or they have died with it
-            if self._open:
+            if not self._leave():
                 self._output.notice(f"zrpc: all workers are lost: {error}")
 
     def _on_exit(self, worker: Worker) -> None:
         name = self._roles[worker.rank].name
         what = f"{name} (pid {worker.pid}) has exited: {worker.describe_end('zrpc')}"
-        if self._stopping:
+        failed, leaves = worker.returncode != 0, self._leave()
+        if self._killing or (leaves and not failed):
             return
-        if not self._open:
+        if self._agent is None:
             # The others, and the driver, wait to meet it.
             Path(self.directory, STOP_NOTE).write_text(what)
-        elif worker.restarts < self._max_restarts:
+        elif leaves:
+            self._output.notice(f"zrpc: {what}")
+        elif failed and worker.restarts < self._max_restarts:
             count = f"restart {worker.restarts + 1} of {self._max_restarts}"
             self._output.notice(f"zrpc: {what}; starting it again ({count})")
-            self._start_worker(worker.rank, worker.restarts + 1)
+            try:
+                self._start_worker(worker.rank, worker.restarts + 1)
+            except (LaunchError, OSError) as error:  # no descriptors are left, for example
+                self._output.notice(f"zrpc: {name} can't be started again: {error}")
         else:
             self._output.notice(f"zrpc: {what}; calls to it raise WorkerDied")
 
@@ -159,10 +182,11 @@ class WorkerProcesses:
         Args:
             hurried: whether they get less time, as they have not left the mesh together.
         """
-        self.end_reports()
+        self.end_restarts()
         try:
             if self._thread.ident is not None:
                 self._thread.join(_HURRIED_EXIT_SECONDS if hurried else _EXIT_SECONDS)
+                self._killing = True
                 for pid in [*self._workers]:
                     with contextlib.suppress(LaunchError):
                         self._starter.send_signal(pid, 9, group=True)
@@ -173,12 +197,28 @@ class WorkerProcesses:
             self._output.drain(_DRAIN_SECONDS)
 
 
+def _nothing() -> None:
+    pass
+
+
+def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter]:
+    """Returns what makes a splitter for each stream: without limits if this is a plain program.
+
+    A notebook shows some thousand lines a second at most, and stops showing any beyond its limits.
+    """
+    if sys.stdout is sys.__stdout__:
+        return LineSplitter
+    return partial(ThrottledSplitter, max(1, _MAX_LINES // workers), _MAX_BYTES // workers)
+
+
 def check_interpreter() -> None:
-    """Checks that this program can start workers.
+    """Checks that this process can start workers, and should.
 
     Raises:
         RpcError: it is frozen, so that its executable is no interpreter.
+        RuntimeError: it is a child that imports the main script.
     """
+    check_not_imported("zrpc.start_mesh")
     if getattr(sys, "frozen", False):
         raise RpcError(
             "start_mesh starts workers by the interpreter that runs this program, but the program "

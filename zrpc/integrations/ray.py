@@ -263,7 +263,7 @@ def _join_with(actors: Sequence[Any], place: MeetingPlace, store: Store) -> Agen
     """Joins with all actors at once; returns the driver's agent."""
     joins = [actor.join.remote() for actor in actors]
     try:
-        return place.join_as_driver(store)
+        return place.join_as_driver(store=store)
     except RpcError as error:
         ended, _ = ray.wait(joins, num_returns=len(joins), timeout=1.0)
         for ref in ended:

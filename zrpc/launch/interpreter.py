@@ -10,7 +10,7 @@ import sys
 
 from zrpc.launch.errors import LaunchError
 
-__all__ = ["interpreter_options", "python_command"]
+__all__ = ["check_not_imported", "interpreter_options", "python_command"]
 
 # The first code of a new process, before any import. It makes this package importable. Neither the
 # working directory nor this package's own imports affect the program that runs later there.
@@ -38,6 +38,16 @@ def python_command(main: str) -> list[str]:
         raise LaunchError("sys.executable is empty: there is no interpreter to start")
     root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
     return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
+
+
+def check_not_imported(function: str) -> None:
+    """Raises a RuntimeError if this process of multiprocessing only imports the main script."""
+    processes = sys.modules.get("multiprocessing.process")
+    if processes and getattr(processes.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            f"{function} was called again by a process that multiprocessing has started, as that "
+            'imported the main script: put the call under `if __name__ == "__main__":`'
+        )
 
 
 def interpreter_options() -> list[str]:

@@ -21,6 +21,7 @@ from zrpc.launch.errors import LaunchError
 from zrpc.launch.escalation import KILL_SECONDS, Escalation, Step
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
+from zrpc.launch.roles import Roles
 from zrpc.launch.script import check_script, find_program
 from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
@@ -58,6 +59,7 @@ class Job:
         module: Whether `target` is a module, as after ``python -m``.
         no_python: Whether `target` is a program that isn't run by Python, such as a shell script.
         name_prefix: A worker's name is this prefix and its rank.
+        roles: The number of workers of each role, which name them instead; empty for no roles.
         env: Variables for all workers, in addition to this process's.
         log_dir: The directory in which each worker's output is also kept; None to keep none.
         timeout: Seconds, from the start of the workers, after which they are stopped.
@@ -79,6 +81,7 @@ class Job:
     module: bool = False
     no_python: bool = False
     name_prefix: str = "worker"
+    roles: Mapping[str, int] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
     log_dir: str | os.PathLike[str] | None = None
     timeout: float | None = None
@@ -107,6 +110,16 @@ class Job:
         if self.max_restarts < 0:
             raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
         self._check_address()
+        if self.roles and self.elastic:
+            raise ValueError(
+                "--role names workers by their number, and is for a mesh of a fixed size. In an "
+                "elastic mesh, launch the workers of each role by themselves, with --name-prefix"
+            )
+        if self.roles and len(Roles.of(self.roles)) != self.nprocs:
+            raise ValueError(
+                f"expected as many workers as the roles have, which is {len(Roles.of(self.roles))}"
+                f", but got nprocs={self.nprocs}: leave it out"
+            )
         if not re.fullmatch(r"[A-Za-z0-9_:-]{0,120}", self.name_prefix):
             raise ValueError(
                 "expected a name prefix of at most 120 letters, digits, '-', '_' and ':', but got "
@@ -171,7 +184,8 @@ def launch(job: Job) -> int:
         base = base_environment(job.nprocs, job.env)
         if job.no_python:
             base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
-        console = Console(on_closed=inbox.wake)
+        names = [member.name for member in Roles.of(job.roles)]
+        console = Console(on_closed=inbox.wake, labels=names)
         output = Output(console, None if job.log_dir is None else Path(job.log_dir))
         starter = Starter(
             start_method(job.start_method),
@@ -256,6 +270,7 @@ class _Run:
             first,
             job.elastic,
             job.max_restarts,
+            Roles.of(job.roles),
         )
         self._inbox.discard(FORWARDED)  # no program could have had a handler for them
         self._inbox.collect(SUSPENDS)  # before a worker could run on without this process

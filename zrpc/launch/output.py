@@ -17,6 +17,7 @@ from zrpc.launch.console import Console
 from zrpc.launch.descriptors import readable
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.line_splitter import LineSplitter
+from zrpc.launch.throttle import ThrottledSplitter
 
 # Of each worker's standard error, kept for a report of its failure; the last line always is.
 _MAX_TAIL_LINES = 400
@@ -34,14 +35,21 @@ class Output:
             and ``rank0.err``, that after its first restart in ``rank0.1.out`` and so on; None to
             keep none. It is created, and files with such names in it are removed. The workers'
             output is always added at the ends of the files, so that another program may empty them.
+        make_splitter: Makes what cuts a stream into the lines to show.
 
     Raises:
         LaunchError: The directory can't be created.
     """
 
-    def __init__(self, console: Console, log_dir: Path | None = None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        log_dir: Path | None = None,
+        make_splitter: Callable[[], LineSplitter | ThrottledSplitter] = LineSplitter,
+    ) -> None:
         self._console = console
         self._log_dir = log_dir
+        self._make_splitter = make_splitter
         self._streams: list[_Stream] = []
         self._notices: BinaryIO | None = None  # the pipe of notices, which is shown as a stream is
         # The second is closed by `drain`. Each stream's thread waits for its pipe or for that.
@@ -72,7 +80,9 @@ class Output:
             with contextlib.suppress(OSError):  # a device
                 log.truncate(0)
         reading, writing = os.pipe()
-        stream = _Stream(reading, rank, error, self._console, log, self._finished.fileno())
+        splitter = self._make_splitter()
+        done = self._finished.fileno()
+        stream = _Stream(reading, rank, error, self._console, log, done, splitter)
         # A daemon, so that a process that escaped with the pipe can't keep the launcher alive.
         stream.thread = threading.Thread(target=stream.run, name=f"zrpc-output-{name}", daemon=True)
         stream.thread.start()
@@ -124,7 +134,7 @@ class _Stream:
     _console: Console
     _log: BinaryIO | None
     _finished: int
-    _splitter: LineSplitter = field(default_factory=LineSplitter)
+    _splitter: LineSplitter | ThrottledSplitter
     tail: deque[bytes] = field(default_factory=lambda: deque(maxlen=_MAX_TAIL_LINES))
     thread: threading.Thread = field(init=False)
 

@@ -61,6 +61,7 @@ def spawn(
             message has its traceback. It is torch's, as is the next one.
         ProcessExitedException: a process has exited with another code than 0.
         RuntimeError: it was called without the guard that ``start_method`` needs.
+            `zrpc.start_mesh` needs none.
         ValueError: ``nprocs`` is below 1.
 
     Call it in the main thread. With more than one process, each has one thread for torch's
@@ -118,7 +119,8 @@ def _join(join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
             raise
         raise RuntimeError(
             'expected zrpc.spawn to be called under `if __name__ == "__main__":`, since the new '
-            "processes import the main script, but it was called while they did that"
+            "processes import the main script, but it was called while they did that; "
+            "zrpc.start_mesh needs no guard"
         ) from None
 
 

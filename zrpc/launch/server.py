@@ -68,7 +68,8 @@ def serve(requests: int, exits: int, owner: int, startup_modules: Collection[str
     left the sessions of the children outlive the server.
 
     A process with several threads can't be forked safely: another thread may hold a lock, which
-    nobody releases in the child. If a tool has started one, each child is a new interpreter.
+    nobody releases in the child. If a tool has started one, each child is a new interpreter. So it
+    is if a module has used CUDA while it was imported: no child of such a process can use it.
     """
     inbox = SignalInbox(_COLLECTED)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -79,20 +80,20 @@ def serve(requests: int, exits: int, owner: int, startup_modules: Collection[str
         (forks, preload, given, spare_detached), _ = channel.receive()
     except EOFError:
         sys.exit()  # the owner is gone already
-    threads = _get_ready_to_fork(preload, startup_modules) if forks else []
+    obstacle = _get_ready_to_fork(preload, startup_modules) if forks else ""
     exits_socket = socket.socket(fileno=exits)
-    forks = forks and not threads
+    forks = forks and not obstacle
     exits_socket.setblocking(False)
     server = _Server(
         channel, exits_socket, _process_descriptor(owner), inbox, given, spare_detached, forks
     )
     with contextlib.suppress(ConnectionError):  # the owner is gone: `run` notices it, and exits
-        channel.send(("done", threads))
+        channel.send(("done", obstacle))
     return partial(child.become, server.run(), startup_modules)
 
 
-def _get_ready_to_fork(preload: Sequence[str], startup_modules: Collection[str]) -> list[str]:
-    """Imports modules, unless other threads run. Returns the names of those threads."""
+def _get_ready_to_fork(preload: Sequence[str], startup_modules: Collection[str]) -> str:
+    """Imports modules, unless other threads run. Returns why this can't be forked, or nothing."""
     # While torch is imported, the collector would pass over its objects again and again: for 6 % of
     # the import's processor time, and for a sixth if torch._dynamo is imported, too.
     gc.disable()
@@ -103,6 +104,10 @@ def _get_ready_to_fork(preload: Sequence[str], startup_modules: Collection[str])
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
         threads = _other_threads()
+    if threads:
+        obstacle = f"something starts threads in each interpreter ({', '.join(threads)})"
+    else:
+        obstacle = _used_device()
     child.skip_destructors()
     child.skip_teardown(startup_modules)
     # Collect once, here. The children's collectors then don't touch the objects alive now, so
@@ -110,7 +115,23 @@ def _get_ready_to_fork(preload: Sequence[str], startup_modules: Collection[str])
     gc.collect()
     gc.freeze()
     gc.enable()
-    return threads
+    return obstacle
+
+
+def _used_device() -> str:
+    """Returns why forked children couldn't use the accelerator, as torch sees it; or nothing."""
+    torch: Any = sys.modules.get("torch")
+    device = torch and torch.accelerator.current_accelerator()  # one that this torch is built for
+    if not device:
+        return ""
+    in_bad_fork = getattr(torch.get_device_module(device), "_is_in_bad_fork", bool)
+    if (pid := os.fork()) == 0:  # only a child can tell
+        try:
+            os._exit(bool(in_bad_fork()))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)  # it exits at once
+    return f"something uses {device.type} while modules are imported" if status else ""
 
 
 def _other_threads() -> list[str]:

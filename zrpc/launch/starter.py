@@ -59,8 +59,9 @@ class Starter:
     whatever threads its owner runs. It imports the heavy modules once, and forks each process in
     milliseconds. It exits when its owner closes it or dies, and kills all its descendants first.
 
-    If the method is ``spawn``, or if a tool starts a thread in each interpreter, so that the server
-    can't be forked, each process is a new interpreter, and nothing is imported before.
+    If the method is ``spawn``, or if the server can't be forked, each process is a new interpreter,
+    and nothing is imported before. It can't if a tool starts a thread in each interpreter, or if
+    something uses the accelerator while modules are imported.
 
     It is a context manager: entering starts the server, leaving kills every process still running.
     To wait for exits and other events at once, put the starter into a selector (it has a `fileno`)
@@ -81,7 +82,7 @@ class Starter:
 
     Attributes:
         pid: The server's process id, once it has started.
-        threads: The threads, by name, that keep it from forking. It starts interpreters instead.
+        obstacle: What keeps it from forking, so that it starts interpreters instead; or empty.
 
     Example:
         >>> with Starter(preload=["json"]) as starter:
@@ -99,7 +100,7 @@ class Starter:
         spare_detached: bool = False,
     ) -> None:
         self.pid = 0
-        self.threads: list[str] = []
+        self.obstacle = ""
         self._forks = method == "fork"
         self._preload = list(preload)
         self._env = None if env is None else dict(env)
@@ -114,12 +115,11 @@ class Starter:
     @property
     def note(self) -> str:
         """Why it starts interpreters although it was asked to fork, for the user; or empty."""
-        if not self.threads:
+        if not self.obstacle:
             return ""
         return (
-            f"workers can't be forked, because something starts threads in each interpreter "
-            f"({', '.join(self.threads)}). So each worker is a new interpreter, which takes longer "
-            "to start"
+            f"workers can't be forked, because {self.obstacle}. So each worker is a new "
+            "interpreter, which takes longer to start"
         )
 
     def start(self) -> None:
@@ -136,7 +136,7 @@ class Starter:
             given = SignalState.current() if self._given is None else self._given
             settings = self._forks, self._preload, given, self._spare_detached
             try:
-                self.threads = self._ask(settings)
+                self.obstacle = self._ask(settings)
             except BaseException:
                 self.close(timeout=0)
                 raise

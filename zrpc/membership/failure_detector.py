@@ -57,6 +57,8 @@ class Reason(Enum):
     )
     REPLACED = "it has ended, and was started again"
     REFUSED = "it is not trusted"
+    PUT_OUT = "it was put out of the mesh"
+    OUT = "this worker was put out of the mesh"
     NO_WAY_BACK = "it could not connect to this worker, and takes no more calls"
     SILENT = "it no longer answers: its process is stopped, or the network to it is cut"
 
@@ -129,6 +131,11 @@ class FailureDetector:
         """Whether a peer ever answered a heartbeat. From any thread."""
         peer = self._peers.get(member)
         return peer is not None and peer.reached_at is not None
+
+    def answers(self, member: MemberId) -> bool:
+        """Whether a peer answers heartbeats at present."""
+        peer = self._peers.get(member)
+        return peer is not None and peer.connected
 
     def silence(self, member: MemberId, now: float) -> float | None:
         """Returns the seconds since a peer's last sign of life; None if it never gave one.

@@ -26,7 +26,13 @@ _TICK_SECONDS = 0.1
 # When to try again what the system did not allow.
 _RETRY_SECONDS = 1.0
 # Why a worker is lost whose process may still run; and reasons that are also learned later.
-_MAY_LIVE = (Reason.SILENT, Reason.DECLARED_DEAD, Reason.NO_WAY_BACK)
+_MAY_LIVE = (
+    Reason.SILENT,
+    Reason.DECLARED_DEAD,
+    Reason.NO_WAY_BACK,
+    Reason.PUT_OUT,
+    Reason.OUT,
+)
 _FINAL = (Reason.ENDED, Reason.LEFT, Reason.REPLACED)
 _NO_WAY_THERE = (
     "no connection to it at {endpoint} could be made: a firewall or the network is in the way, or "
@@ -48,7 +54,8 @@ class LivenessMonitor:
         received: how many messages came from each worker that is not gone, kept by the agent.
 
     Attributes:
-        expected: workers to monitor before any message was exchanged with them.
+        expected, suspected: workers to monitor before any message was exchanged with them: their
+            messages are expected, or others no longer reach them.
         missed: how often the heartbeats of a peer have stopped: it did not answer in time, or the
             connection broke.
         reconnects: how often a peer has answered heartbeats again after that.
@@ -73,6 +80,7 @@ class LivenessMonitor:
         self._retry_at = 0.0
         self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
         self.expected: set[MemberId] = set()
+        self.suspected: set[MemberId] = set()
         self.missed = self.reconnects = 0
         self._probes: dict[MemberId, ListenerProbe] = {}
         # Members of other hosts whose ports later members have: their processes have ended.
@@ -157,8 +165,9 @@ class LivenessMonitor:
         sent: float = 0,
         tried: str = "",
         within: float = math.inf,
+        why: str = "",
     ) -> Loss | None:
-        """Notes that a peer has announced that it is gone; returns None if that was known.
+        """Notes that a peer is gone, as it or others say; returns None if that was known.
 
         Some of the messages that it has sent here may still be in flight, since large ones are
         overtaken. Then this returns None too, and the peer is gone in a later `tick`.
@@ -169,6 +178,7 @@ class LivenessMonitor:
             sent: how many messages it has sent here; infinite if that is not known.
             tried: the address of this worker if the peer could never connect to it.
             within: how long to wait for these messages at most, in seconds.
+            why: more about the reason.
         """
         now = time.monotonic()
         if self._received.get(member, sent) < sent:
@@ -177,7 +187,7 @@ class LivenessMonitor:
             return None
         loss = self._detector.declare_lost(member, reason, now)
         if loss is not None:
-            self._record_loss(loss, tried)
+            self._record_loss(loss, tried, why)
         elif self.may_live(member) and reason in _FINAL:
             self._losses[member] = (reason, reason.value)
         return loss
@@ -198,6 +208,10 @@ class LivenessMonitor:
             for member in complete
         ]
         return [loss for loss in found if loss is not None]
+
+    def answers(self, member: MemberId) -> bool:
+        """Whether a peer answers heartbeats at present."""
+        return self._detector.answers(member)
 
     def silence(self, member: MemberId) -> float | None:
         """Returns the seconds since a peer's last sign of life; see `FailureDetector.silence`."""
@@ -229,9 +243,10 @@ class LivenessMonitor:
         """Monitors each peer that a message was exchanged with, or is expected from."""
         if not self._detector.limit or now < self._retry_at:
             return
+        named = self.expected | self.suspected
         for member, count in self._received.items():
             if (
-                (count or everyone or member in self.expected or self._network.knows(member))
+                (count or everyone or member in named or self._network.knows(member))
                 and member != self._membership.own_id
                 and not self._detector.monitors(member)
                 # Else first its predecessor at that port must be declared lost.
@@ -276,9 +291,9 @@ class LivenessMonitor:
         if not probe.pending:
             self._probes.pop(member).close()
 
-    def _record_loss(self, loss: Loss, tried: str = "") -> None:
+    def _record_loss(self, loss: Loss, tried: str = "", more: str = "") -> None:
         endpoint = self._network.endpoint(loss.member)
-        why = loss.reason.value
+        why = loss.reason.value + more
         if loss.unreached and endpoint.startswith("tcp://"):
             self._tried_in_vain[loss.member] = endpoint
             if loss.reason is Reason.SILENT:

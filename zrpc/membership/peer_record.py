@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import re
 from dataclasses import dataclass, fields
+from importlib.metadata import version
 
+from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
 
-__all__ = ["PeerRecord", "is_token"]
+__all__ = ["PeerRecord", "is_token", "own_version"]
 
 _TOKEN = re.compile("[0-9a-f]{32}")
 
@@ -38,6 +41,9 @@ class PeerRecord:
     host: str = ""  # its host's name, for errors
     pid: int = 0  # its process there, for errors
     local_world_size: int = 0  # how many workers its host has; 0 if the engine doesn't say
+    devices: str = ""  # its devices and device maps, see `DeviceSettings`; empty if it has none
+    version: str = ""  # of zrpc
+    heartbeat_timeout: float = 0.0  # see the options; the same for all workers of a mesh
 
     @classmethod
     def parse(cls, text: str) -> PeerRecord:
@@ -50,6 +56,12 @@ class PeerRecord:
             values = json.loads(text)
         except RecursionError:
             values = None
+        found = values.get("version") if isinstance(values, dict) else None
+        if isinstance(found, str) and found not in ("", own_version()):
+            raise ValueError(
+                f"expected a peer record of zrpc {own_version()}, which this worker runs, found "
+                f"one of {found}: install the same version on all hosts"
+            )
         if not isinstance(values, dict) or values.keys() != _KINDS.keys():
             raise ValueError("expected a peer record of this version of zrpc, found another")
         if wrong := [name for name in _KINDS if type(values[name]).__name__ != _KINDS[name]]:
@@ -57,6 +69,7 @@ class PeerRecord:
         record = cls(**values)
         if not is_token(record.token):
             raise ValueError(f"a peer record has a wrong token: {record.token!r}")
+        DeviceSettings.parse(record.devices)
         try:
             record.info  # noqa: B018  # it checks the name
         except RuntimeError as error:
@@ -77,10 +90,16 @@ class PeerRecord:
         """Which member of the mesh it is."""
         return member_id_of(self.rank, self.incarnation)
 
-    def size_mismatch(self, other: PeerRecord) -> str | None:
-        """Returns in which way the two expect meshes of different sizes; None if they don't."""
+    def mismatch(self, other: PeerRecord) -> str | None:
+        """Returns in which way the two expect different meshes; None if they don't."""
         if self.world_size == other.world_size:
-            return None
+            if self.heartbeat_timeout == other.heartbeat_timeout:
+                return None
+            return (
+                f"worker {self.name} (rank {self.rank}) has heartbeat_timeout="
+                f"{self.heartbeat_timeout:g}, but worker {other.name} (rank {other.rank}) "
+                f"{other.heartbeat_timeout:g}: give all workers of the mesh the same"
+            )
         if self.world_size and other.world_size:
             return (
                 f"worker {self.name} (rank {self.rank}) expects a world of {self.world_size} "
@@ -122,6 +141,12 @@ class PeerRecord:
 
 # The types of a record's fields, by name.
 _KINDS = {field.name: field.type for field in fields(PeerRecord)}
+
+
+@functools.cache
+def own_version() -> str:
+    """Returns the version of zrpc in this process."""
+    return version("torch-zrpc")
 
 
 def is_token(text: str) -> bool:

@@ -1,76 +1,79 @@
-"""How the workers of a mesh find each other: over any ``torch.distributed.Store``.
+"""How the workers of a mesh meet: by one roster, in any ``torch.distributed.Store``.
 
-Each worker writes a peer record under its rank and reads the records of all others. A record can be
-stale: a store may outlive a mesh (torchrun's does, a file may), and any worker may try again after
-a failure. So the workers then confirm that they have seen the same records. Each writes a key that
-is named by the tokens of all records. A record that is replaced meanwhile is read again.
+=============== ================ =============================================================
+entry           written by       its value
+=============== ================ =============================================================
+leader          rank 0           its record
+record/T/RANK   each other rank  its record: it has come; then also its endpoint, or the reason
+                                 why it has none: it takes part
+roster/T/0      rank 0           the records of all: all have come
+roster/T/1      rank 0           the endpoints of all: they have met; or why they have not
+=============== ================ =============================================================
 
-A worker listens for the others before it confirms, once it knows from their records who they are.
-Its confirmation says where it can be reached by TCP, or why it can't be.
+T is the token of rank 0, which it draws at its start. So nothing that is left in a store of an
+earlier mesh (torchrun's outlives it, a file may), and nothing that is written there again, is taken
+for an entry of this one: all entries are signed together with their keys
+(``zrpc.membership.signed_store``). A worker that finds an old rank 0 waits for the next one.
 
-A worker that has confirmed may give up before the last one confirms: its time is over, or a record
-was replaced. So the workers also agree on the outcome. The first that sees all confirmations writes
-"met", and one that gives up writes "abandoned", each only if nothing is written yet (an atomic
-compare_set). All go by what is written then: a mesh stands for all of its workers or for none.
+So a worker makes five requests, however many there are, besides those that ask whether there is an
+entry yet.
 
-Rank 0, which may host the store, is the first to confirm. A worker that loses the store can
-therefore tell two cases apart. If rank 0 had confirmed, this was the store of its own mesh, which
-rank 0 joined and has left again. If not, it may have been the store of an earlier mesh, whose host
-had yet to close it.
+A mesh stands for all of its workers or for none. A worker that has answered the roster and gives up
+writes "abandoned" in the place of the next one, unless it is there (an atomic compare_set): what is
+written then counts for all. Then, and if another worker has come in the place of one, as it was
+started again, rank 0 writes another roster, which all answer.
 
-All entries are signed with the cluster secret (``zrpc.membership.signed_store``). A signature shows
-which mesh's worker wrote a record but not when, so anybody who can write to the store can put an
-old one there. It is treated as a stale one: its token is not of this run, so no worker confirms it,
-since a confirmation is signed together with all tokens. A record with another signature is refused.
-A worker that finds one leaves a *protest* for its author, which reads it if it can: then both know.
+Rank 0 may host the store. If a worker loses it after it has found itself in a roster, rank 0 has
+ended. Before that, it may have been the store of an earlier mesh, whose host had yet to close it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import itertools
+import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.missing_ranks import describe_hosts
+from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
+from zrpc.membership.launched import stop_error
+from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.record_reader import RecordReader, announce, wait_for
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
-__all__ = [
-    "TIMING",
-    "RendezvousTiming",
-    "StoreLost",
-    "digest_of",
-    "meet",
-    "store_errors",
-]
+__all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
 
-# What the workers agree on, see above.
-_MET = "met"
-_ABANDONED = "abandoned"
-# What a confirmation begins with: the worker's endpoint follows, or the reason why it has none.
-_LISTENS = "="
-_FAILED = "!"
+_LEADER = "leader"
+# What is known at a roster; what follows that.
+_ROSTER = "roster"  # the records
+_MET = "met"  # the endpoints
+_FAILED, _STRANGER = "failed", "stranger"  # the text of a RendezvousError, an AuthenticationError
+_ABANDONED = "abandoned"  # nothing
+_MAX_ROSTER_BYTES = 1 << 23  # more than 4096 records; TCPStore takes no longer entry
+# The store is polled with a pause that grows from the first number to the second. Its own wait()
+# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
+# network error, and FileStore's polls once a second.
+_PAUSE_SECONDS = (0.001, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
 class RendezvousTiming:
     """The times of a rendezvous."""
 
-    # How long rank 0 stays at most for the others to read why there is no mesh; one of them may
-    # have died.
+    # How long rank 0 stays at most for the others to read why there is no mesh, as one of them may
+    # have died; and how long after its own time is over.
     failure_read_seconds: float = 5.0
-    # How often a worker reads the records that exist while others are missing.
-    present_check_seconds: float = 0.5
-    # The shortest time between two reads of the records of all ranks, for each rank: every worker
-    # reads them, so that the store has a limited number of requests in a large mesh too.
-    read_seconds_per_rank: float = 0.02
+    overtime_seconds: float = 0.5
+    # How often rank 0 reads the records that exist while others are missing, and each of the others
+    # that of rank 0.
+    look_seconds: float = 0.5
+    # How much longer rank 0 waits between two such reads for each rank.
+    look_seconds_per_rank: float = 0.02
 
 
 TIMING = RendezvousTiming()
@@ -80,8 +83,16 @@ class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
 
 
-class _Changed(Exception):
-    """A record was replaced, or others have abandoned the records."""
+class _Failed(Exception):
+    """There is no mesh, and the others must be told."""
+
+    def __init__(self, error: RpcError) -> None:
+        super().__init__(error)
+        self.error = error
+
+
+class _LeaderReplaced(Exception):
+    """Rank 0 was started again, or another mesh uses the store."""
 
 
 def meet(
@@ -93,7 +104,7 @@ def meet(
     listen: Callable[[list[PeerRecord]], str] = lambda _: "",
     check: Callable[[list[PeerRecord]], None] = lambda _: None,
 ) -> list[PeerRecord]:
-    """Exchanges peer records with all other ranks; returns those of all, with their endpoints.
+    """Meets all other ranks; returns the records of all, with their endpoints.
 
     Args:
         store: shared by all.
@@ -102,21 +113,23 @@ def meet(
         secret: signs the records.
         timing: the times of this rendezvous.
         listen: gets the records of all and returns this worker's endpoint for TCP, empty if it
-            needs none. If it raises an RpcError, no worker joins. It is called again if a record is
-            replaced.
-        check: raises an RpcError if these workers can't form a mesh, and all of them find that.
+            needs none. If it raises an RpcError, no worker joins. It is called again for the next
+            roster.
+        check: raises an RpcError if these workers can't form a mesh; called by rank 0.
 
     Raises:
         RendezvousError: ranks are missing when the timeout passes; two workers have one name
             or one rank; the world sizes differ; a worker can't listen; the store fails.
-        StoreLost: the store is gone, and rank 0 had not confirmed this worker's record in it.
+        StoreLost: the store is gone, and there was no roster with this worker's record in it.
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
     place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
     entries = SignedStore(store, secret, time.monotonic() + timeout)
     with store_errors():
-        return _Rendezvous(entries, record, timeout, timing, place, listen).run(check)
+        if record.rank:
+            return _Guest(entries, record, timeout, timing, place, listen).run()
+        return _Leader(entries, record, timeout, timing, place, listen).run(check)
 
 
 @contextlib.contextmanager
@@ -134,17 +147,8 @@ def store_errors() -> Iterator[None]:
         ) from error
 
 
-def _host_ended(records: Sequence[PeerRecord], error: Exception) -> RendezvousError:
-    host = records[0].info
-    return RendezvousError(
-        f"expected all {len(records)} workers to go on together once they had met, but lost their "
-        f"store ({error}): its host has exited, which is {host}, or the launcher if that hosts it; "
-        "find out why it exited"
-    )
-
-
-class _Rendezvous:
-    """One call of `meet`."""
+class _Worker:
+    """What rank 0 and the others have in common; one call of `meet`."""
 
     def __init__(
         self,
@@ -159,221 +163,337 @@ class _Rendezvous:
         self._record = record
         self._deadline = time.monotonic() + timeout
         self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
-        self._maybe_another_mesh = (
-            f" (or the store{place} is that of another mesh: give each mesh a MASTER_PORT of its "
-            "own)"
-            if place
-            else ""
-        )
+        another = "is that of another mesh: give each mesh a MASTER_PORT of its own"
+        self._note = f" (or the store{place} {another})" if place else ""
         self._timing = timing
-        self._reader = RecordReader(entries, record, self._deadline, timing.failure_read_seconds)
-        self._next_read = 0.0
-        # By rank, found while others were missing; some may be of an earlier run.
-        self._came: dict[int, PeerRecord] = {}
         self._listen = listen
-        # The confirmations of the present records by their keys, and why this worker can't listen.
-        self._confirmations: dict[str, str] = {}
-        self._failure: RpcError | None = None
+        self._next_look = time.monotonic() + timing.look_seconds
+        self._attendance = Attendance(entries, record, NOBODY if record.rank else record.token)
+        self._failure: RpcError | None = None  # why this worker can't listen
 
-    def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
-        self._reader.write_own()
-        while True:
-            records = self._gather()
-            digest = digest_of(records)
-            try:
-                self._confirm(digest, records)
-                break
-            except _Changed:
-                self._await_change(records)
+    def _answer(self, records: list[PeerRecord], number: int) -> Arrival:
+        """Listens for the workers of a roster."""
+        self._failure = None
         try:
-            _check(records, self._record)
-            if self._failure is not None:
-                raise self._failure
-            found = [self._with_endpoint(digest, record) for record in records]
-            check(found)
-        except RpcError:
-            self._deadline = min(
-                self._deadline, time.monotonic() + self._timing.failure_read_seconds
-            )
-            self._await_readers(digest)
-            raise
-        return found
+            return Arrival(replace(self._record, endpoint=self._listen(records)), answers=number)
+        except RpcError as error:
+            self._failure = error
+            return Arrival(self._record, answers=number, trouble=str(error))
 
-    def _with_endpoint(self, digest: str, record: PeerRecord) -> PeerRecord:
-        text = self._confirmations[f"{digest}/{record.rank}"]
-        if text.startswith(_FAILED):
-            raise RendezvousError(
-                f"expected all workers to publish where they listen, but {record.info} on "
-                f"{record.host} failed: {text.removeprefix(_FAILED)}"
-            )
-        return replace(record, endpoint=text.removeprefix(_LISTENS))
+    def _decide(self, key: str, *finding: str) -> list[str]:
+        """Writes a finding unless there is one; returns the one that counts."""
+        text = self._entries.get_or_set(key, json.dumps(finding), _MAX_ROSTER_BYTES)
+        return _parsed(text)
 
-    def _gather(self) -> list[PeerRecord]:
-        """Waits until there is a record of each rank."""
-        records: list[PeerRecord] = []
-
-        def complete() -> bool:
-            absent = self._absent
-            # The first one alone is asked for most of the time, as a request names each key.
-            if not absent or (self._reader.exist(absent[:1]) and self._reader.exist(absent)):
-                records[:] = self._reader.all()
-            elif self._may_read(self._timing.present_check_seconds):
-                self._came |= {record.rank: record for record in self._reader.present(absent)}
-                self._reader.look_for_same_rank()
-            return len(records) == self._record.world_size
-
-        try:
-            if not self._wait_for(complete):
-                raise self._incomplete()
-        except DistNetworkError as error:
-            # Its host may have waited in vain for the same ranks, and for less time.
-            missing = set(self._absent).difference(self._reader.refused)
-            why = self._mismatch(self._came.values())
-            if why is None and self._came and missing:
-                why = f"{self._expected} but {self._reader.describe_missing(missing)}"
-            if why is None and self._reader.refused:
-                why = self._refusal
-            if why is None:
-                raise
-            raise StoreLost(f"{why}; then the store was lost: {error}") from error
-        self._came = {record.rank: record for record in records}
-        return records
-
-    @property
-    def _absent(self) -> list[int]:
-        """The ranks without a valid record so far."""
-        return [rank for rank in range(self._record.world_size) if rank not in self._came]
-
-    def _may_read(self, pause: float = 0.0) -> bool:
-        """Whether it is time to read the records of all ranks again; then the next time is set."""
-        if time.monotonic() < self._next_read:
+    def _is_time_to_look(self, pause: float) -> bool:
+        now = time.monotonic()
+        if now < self._next_look:
             return False
-        pause = max(pause, self._timing.read_seconds_per_rank * self._record.world_size)
-        self._next_read = time.monotonic() + pause
+        self._next_look = now + pause
         return True
 
-    def _confirm(self, digest: str, records: list[PeerRecord]) -> None:
-        """Confirms these records after rank 0, and waits until all have.
-
-        Raises:
-            _Changed: a record was replaced, or others have abandoned the records.
-            RendezvousError: some did not in time; the store is gone, and rank 0 had confirmed.
-        """
-        self._confirmations, self._failure = {}, None
-        keys = {f"{digest}/{record.rank}": record for record in records}
-        first, mine = f"{digest}/0", f"{digest}/{self._record.rank}"
-        if mine != first:
-            self._await_all({first: keys.pop(first)}, records)
-        try:
-            own = f"{_LISTENS}{self._listen(records)}"
-        except RpcError as error:
-            self._failure, own = error, f"{_FAILED}{error}"
-        try:
-            self._entries.set(mine, own)
-            self._confirmations[mine] = own
-            del keys[mine]
-            self._agree(digest, keys, records)
-        except DistNetworkError as error:
-            if mine == first:
-                raise
-            raise _host_ended(records, error) from error
-
-    def _agree(self, digest: str, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
-        """Waits until the others have confirmed, and agrees with all on whether they have met.
-
-        Raises as `_await_all`, unless another worker saw in time that all had confirmed.
-        """
-        outcome = f"{digest}/outcome"
-        try:
-            if keys:  # of one worker nobody else has to confirm
-                self._await_all(keys, records)
-        except (_Changed, RendezvousError, AuthenticationError) as error:
-            agreed = self._entries.get_or_set(outcome, _ABANDONED)
-            if agreed == _ABANDONED or isinstance(error, AuthenticationError):
-                raise
-            self._read_confirmations(keys)  # another worker has seen all of them
-        else:
-            if self._entries.get_or_set(outcome, _MET) == _ABANDONED:
-                raise _Changed
-
-    def _await_change(self, records: list[PeerRecord]) -> None:
-        """Waits until a record is replaced, after others have abandoned these."""
-        if not self._wait_for(lambda: self._may_read() and self._reader.all() != records):
-            raise RendezvousError(
-                f"{self._expected} but some of them left again, or are from an earlier run"
-                f"{self._maybe_another_mesh}: start them again"
-            )
-
-    def _await_all(self, keys: dict[str, PeerRecord], records: list[PeerRecord]) -> None:
-        """Waits until some workers have confirmed the records, and reads that."""
-
-        def seen() -> bool:
-            if self._entries.check(list(keys)):
-                return True
-            if self._may_read() and self._reader.all() != records:
-                raise _Changed
-            return False
-
-        if self._wait_for(seen):
-            self._read_confirmations(keys)
-            return
-        _check(records, self._record)
-        late = [record.info for key, record in keys.items() if not self._entries.check([key])]
-        raise RendezvousError(
-            f"{self._expected} but {late} left again, or are from an earlier run"
-            f"{self._maybe_another_mesh}: start them again"
+    def _left(self, records: Iterable[PeerRecord]) -> RendezvousError:
+        infos = [record.info for record in records]
+        return RendezvousError(
+            f"{self._expected} but {infos} left again, do not answer, or are from an earlier run"
+            f"{self._note}: start them again"
         )
 
-    def _read_confirmations(self, keys: Iterable[str]) -> None:
-        """Reads confirmations that exist; refuses one that its rank has not written."""
-        names = list(keys)
-        self._confirmations |= zip(names, self._entries.get_all(names), strict=True)
+    def _not_unique(self, other: PeerRecord) -> RendezvousError:
+        places = describe_places([self._record, other])
+        return RendezvousError(f"rank {other.rank} is not unique: workers {places} both have it")
 
-    def _incomplete(self) -> RendezvousError | AuthenticationError:
-        records = self._reader.present(range(self._record.world_size))
-        if (mismatch := self._mismatch(records)) is not None:
-            return RendezvousError(mismatch)
-        if self._reader.refused:
-            return AuthenticationError(self._refusal)
-        missing = set(range(self._record.world_size)) - {record.rank for record in records}
-        self._reader.look_for_same_rank()
-        why = self._reader.describe_missing(missing)
-        return RendezvousError(f"{self._expected} but {why}; {describe_hosts(records)}")
 
-    def _mismatch(self, records: Iterable[PeerRecord]) -> str | None:
-        """Returns what is wrong with the first record that does not fit this worker's."""
-        return next(filter(None, (each.size_mismatch(self._record) for each in records)), None)
+class _Leader(_Worker):
+    """Rank 0, which writes the rosters."""
 
-    @property
-    def _refusal(self) -> str:
-        return f"{self._expected} {self._reader.refusal(self._maybe_another_mesh)}"
+    def run(self, check: Callable[[list[PeerRecord]], None]) -> list[PeerRecord]:
+        own, attendance = Arrival(self._record), self._attendance
+        self._entries.set(_LEADER, self._record.dump())
+        for number in itertools.count():
+            key = f"roster/{self._record.token}/{number}"
+            try:
+                self._gather()
+                came = [attendance.came[rank] for rank in range(1, self._record.world_size)]
+                records = [arrival.record for arrival in (own, *came)]
+                tokens = {record.token for record in records}
+                met = attendance.asked[0] == tokens
+                if met:
+                    _check([own, *came], check)
+            except _Failed as failed:
+                self._tell(key, failed.error)
+                raise self._failure or failed.error from None
+            values = [record.endpoint if met else record.dump() for record in records]
+            verb, *_ = self._decide(key, _MET if met else _ROSTER, *values)
+            if verb == _MET:
+                return records
+            if verb == _ROSTER:
+                attendance.asked = tokens, number
+                own = self._answer(records, number)
+            else:
+                attendance.asked = set(), -1
+        raise AssertionError
 
-    def _await_readers(self, digest: str) -> None:
-        """Announces that this worker knows why there is no mesh; rank 0 waits for all to know.
+    def _gather(self) -> None:
+        """Waits until all have come, and those in the last roster have answered it."""
+        attendance, timing = self._attendance, self._timing
+        pause = max(timing.look_seconds, timing.look_seconds_per_rank * self._record.world_size)
+
+        def complete() -> bool:
+            found = attendance.complete()
+            if not found and self._is_time_to_look(pause):
+                self._look_at_leader()
+                attendance.look()
+            if attendance.refused:
+                raise _Failed(attendance.mutual_refusal())
+            return found
+
+        error = None
+        if not wait_for(complete, self._deadline):
+            attendance.look()
+            error = attendance.missing(self._expected) or self._left(
+                attendance.came[rank].record for rank in attendance.absent
+            )
+        if (error := attendance.misfit(self._expected, self._note) or error) is not None:
+            raise _Failed(error)
+
+    def _look_at_leader(self) -> None:
+        """Raises an error if another worker has taken the place of this one."""
+        own = self._record
+        try:
+            found = _leader_in(self._entries, self._entries.get_raw(_LEADER))
+        except (AuthenticationError, ValueError) as error:
+            raise AuthenticationError(
+                f"the record of worker {own.name} (rank 0) was replaced: {error}"
+            ) from error
+        if found.token != own.token:
+            raise self._not_unique(found)
+
+    def _tell(self, key: str, error: RpcError) -> None:
+        """Writes why there is no mesh, and waits until the others have read that.
 
         Rank 0 may host the store, and a failure here often ends its program.
         """
-        keys = [f"{digest}/{rank}/refused" for rank in range(self._record.world_size)]
-        own = keys[self._record.rank]
-        announce(self._entries, own, () if self._record.rank else keys, self._deadline)
-
-    def _wait_for(self, done: Callable[[], bool]) -> bool:
-        return wait_for(done, self._deadline)
-
-
-def digest_of(records: Iterable[PeerRecord]) -> str:
-    """Returns what stands for these records in the store's keys."""
-    return hashlib.sha256("".join(record.dump() for record in records).encode()).hexdigest()
+        attendance, timing, now = self._attendance, self._timing, time.monotonic()
+        readers = {rank for rank, each in attendance.came.items() if not each.left}
+        keys = [f"heard/{self._record.token}/{rank}" for rank in readers.union(attendance.refused)]
+        overtime = max(self._deadline, now + timing.overtime_seconds)
+        kind = _STRANGER if isinstance(error, AuthenticationError) else _FAILED
+        with contextlib.suppress(RuntimeError, OSError):
+            if self._decide(key, kind, str(error))[0] == kind and keys:
+                until = min(now + timing.failure_read_seconds, overtime)
+                wait_for(lambda: self._entries.check(keys), until)
 
 
-def _check(records: list[PeerRecord], mine: PeerRecord) -> None:
+class _Guest(_Worker):
+    """Another worker than rank 0."""
+
+    def run(self) -> list[PeerRecord]:
+        self._leader: PeerRecord | None = None  # as it was found last, unless it is refused
+        self._over: set[str] = set()  # the tokens of leaders that this worker can't meet
+        self._answered: list[PeerRecord] = []  # the last roster, if this worker is in it
+        while True:
+            try:
+                return self._follow(self._await_leader())
+            except _LeaderReplaced:
+                self._answered = []
+            except DistNetworkError as error:
+                raise self._store_lost(error) from error
+
+    def _attend(self, token: str) -> None:
+        """Writes this worker's record for a leader, or because there is none."""
+        refused, leader = self._attendance.refused, self._leader
+        self._attendance = Attendance(self._entries, self._record, token)
+        self._attendance.refused |= refused
+        if leader is not None and leader.token == token:
+            self._attendance.came[0] = Arrival(leader)
+        self._attendance.arrive()
+
+    def _await_leader(self) -> str:
+        """Waits for a leader that may be that of this mesh; returns its token."""
+        token = self._find_leader()
+        if not token:
+            self._attend(NOBODY)
+            if not wait_for(lambda: bool(self._find_leader()), self._deadline):
+                raise self._too_late()
+            token = self._find_leader()
+        return token
+
+    def _find_leader(self) -> str:
+        if not self._entries.check([_LEADER]):
+            return ""
+        entry = self._entries.get_raw(_LEADER)
+        try:
+            self._leader = _leader_in(self._entries, entry)
+            self._attendance.refused.pop(0, None)
+        except (AuthenticationError, ValueError) as error:
+            self._leader = None
+            self._attendance.refuse(0, error)
+        token = claimed_token(entry)
+        return "" if token in self._over else token
+
+    def _follow(self, token: str) -> list[PeerRecord]:
+        """Goes by the rosters of a leader."""
+        late = self._entries.check([f"roster/{token}/0"])
+        if late and self._attendance.refused:
+            self._over.add(token)
+            raise _LeaderReplaced
+        self._attend(token)
+        for number in itertools.count():
+            verb, *values = self._await(token, f"roster/{token}/{number}")
+            if verb in (_FAILED, _STRANGER) and (self._answered or not late):
+                self._entries.set(f"heard/{token}/{self._record.rank}", "1")
+                kind = AuthenticationError if verb == _STRANGER else RendezvousError
+                raise self._failure or kind(values[0])
+            if verb == _MET and self._answered:
+                pairs = zip(self._answered, values, strict=True)
+                return [replace(record, endpoint=endpoint) for record, endpoint in pairs]
+            if verb == _ROSTER:
+                self._on_roster(_records(values), number)
+            elif verb == _ABANDONED:
+                self._answered = []
+            else:  # of an earlier mesh, or of another one
+                self._over.add(token)
+                raise _LeaderReplaced
+        raise AssertionError
+
+    def _on_roster(self, records: list[PeerRecord], number: int) -> None:
+        """Answers a roster with this worker in it; it may have come after that was written.
+
+        Raises:
+            RendezvousError: another worker of this rank has come later.
+        """
+        self._answered = []
+        if any(record.token == self._record.token for record in records):
+            self._answered = records
+            self._attendance.write(self._answer(records, number))
+        else:
+            last = self._attendance.present()
+            if last is not None and last.record.token != self._record.token:
+                raise self._not_unique(last.record)
+
+    def _await(self, token: str, key: str) -> list[str]:
+        """Waits for a roster; writes that this worker gives up if it comes too late.
+
+        Raises:
+            _LeaderReplaced: there is another leader.
+            RendezvousError: it is too late.
+        """
+
+        def written() -> bool:
+            if self._entries.check([key]):
+                return True
+            look = self._is_time_to_look(self._timing.look_seconds)
+            if look and self._find_leader() not in ("", token):
+                raise _LeaderReplaced
+            return False
+
+        error: Exception
+        try:
+            if wait_for(written, self._deadline):
+                return self._read(token, key)
+            error = self._too_late()
+        except _LeaderReplaced as replaced:
+            error = replaced
+        if self._answered:
+            finding = self._decide(key, _ABANDONED)
+            if finding[0] not in (_ABANDONED, _ROSTER):
+                return finding
+        if not isinstance(error, _LeaderReplaced):
+            self._attendance.leave()
+        raise error
+
+    def _read(self, token: str, key: str) -> list[str]:
+        if self._attendance.refused:
+            self._entries.set(f"heard/{token}/{self._record.rank}", "1")
+            raise self._attendance.mutual_refusal()
+        entry = self._entries.get_raw(key)
+        return _parsed(self._entries.verified(key, entry, _MAX_ROSTER_BYTES))
+
+    def _too_late(self) -> RpcError:
+        """Returns why there is no mesh at the deadline."""
+        attendance, leaders = self._attendance, [self._leader] if self._leader else []
+        if not self._answered:
+            attendance.look()
+            attendance.read([self._record.rank])  # another worker may have the same rank
+        misfit = attendance.misfit(self._expected, self._note)
+        if misfit is None and any(leader.token in self._over for leader in leaders):
+            return self._left(leaders)
+        return misfit or attendance.missing(self._expected) or self._left(leaders)
+
+    def _store_lost(self, error: Exception) -> RpcError:
+        """Returns the error for a lost store, with what explains more than that."""
+        if self._answered:
+            return RendezvousError(
+                f"expected all {self._record.world_size} workers to go on together once they had "
+                f"met, but lost their store ({error}): its host has exited, which is "
+                f"{self._answered[0].info}, or the launcher if that hosts it; find out why it "
+                "exited"
+            )
+        misfit = self._attendance.misfit(self._expected, self._note)
+        if misfit is None:
+            raise error
+        return StoreLost(f"{misfit}; then the store was lost: {error}")
+
+
+def wait_for(done: Callable[[], bool], deadline: float) -> bool:
+    """Waits until ``done()``; returns False at the deadline.
+
+    Raises:
+        RendezvousError: the launcher stops all workers.
+    """
+    pause, longest = _PAUSE_SECONDS
+    while not done():
+        if time.monotonic() > deadline:
+            return False
+        if (error := stop_error()) is not None:
+            raise error
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+def _leader_in(entries: SignedStore, entry: bytes) -> PeerRecord:
+    return PeerRecord.parse(entries.verified(_LEADER, entry))
+
+
+def _parsed(text: str) -> list[str]:
+    """Returns what is known at a roster, and the values that belong to it."""
+    try:
+        verb, *values = map(str, json.loads(text))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
+    return [verb, *values]
+
+
+def _records(values: list[str]) -> list[PeerRecord]:
+    try:
+        return [PeerRecord.parse(text) for text in values]
+    except ValueError as error:
+        raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
+
+
+def _check(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> None:
+    """Raises a _Failed if these workers can't form a mesh."""
     by_name: dict[str, PeerRecord] = {}
-    for record in records:
-        if (mismatch := record.size_mismatch(mine)) is not None:
-            raise RendezvousError(mismatch)
+    for arrival in arrivals:
+        record = arrival.record
         other = by_name.setdefault(record.name, record)
         if other is not record:
-            raise RendezvousError(
-                f"worker name {record.name} is not unique: ranks {other.rank} and {record.rank} "
-                "both have it"
+            raise _Failed(
+                RendezvousError(
+                    f"worker name {record.name} is not unique: ranks {other.rank} and "
+                    f"{record.rank} both have it"
+                )
             )
+        if arrival.trouble:
+            raise _Failed(
+                RendezvousError(
+                    f"expected all workers to publish where they listen, but {record.info} on "
+                    f"{record.host} failed: {arrival.trouble}"
+                )
+            )
+    try:
+        check([arrival.record for arrival in arrivals])
+    except RpcError as error:
+        raise _Failed(error) from error

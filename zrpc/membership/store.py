@@ -15,10 +15,10 @@ from datetime import timedelta
 from socket import SOCK_STREAM
 from urllib.parse import urlsplit
 
-from torch.distributed import FileStore, Store, TCPStore, rendezvous
+from torch.distributed import FileStore, HashStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
-from zrpc.membership.init_method import agent_store, master, private_file
+from zrpc.membership.init_method import agent_store, master, own_settings, private_file
 from zrpc.membership.store_request import ask
 
 __all__ = ["connect_store", "tcp_store"]
@@ -26,6 +26,7 @@ __all__ = ["connect_store", "tcp_store"]
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05
+_MASTER = {"master_addr", "master_port"}
 _NAME_ANOTHER = "Name a port that is free in MASTER_PORT, the same for all workers"
 # How long a host may take to reach itself by loopback: other than a network, that needs no time.
 _LOOPBACK_SECONDS = 1.0
@@ -47,6 +48,8 @@ def connect_store(
     deadline = time.monotonic() + timeout
     parts = urlsplit(init_method)
     try:
+        if parts.scheme == "env" and world_size == 1 and not own_settings().keys() & _MASTER:
+            return HashStore()  # nobody else has to find it
         if parts.scheme in ("tcp", "env"):
             address = master(init_method)
             file = private_file(init_method, address, world_size)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 
 from zrpc import stand_in
 from zrpc.errors import RpcError
+from zrpc.membership.device_maps import maps_between
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.transport.identity import bulk_identity, heartbeat_identity, identity_of
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
 __all__ = ["Membership"]
@@ -46,6 +48,8 @@ class Membership:
         self._by_rank: dict[int, WorkerInfo] = {}
         # Whether objects of ``__main__`` are sent to that worker by name: it means the same there.
         self.same_main: dict[MemberId, bool] = {}
+        # Where tensors of requests to that worker arrive, and those of answers to it.
+        self.device_maps: dict[MemberId, tuple[DeviceMap, DeviceMap]] = {}
         # By routing id: current members, and all workers that were ever introduced.
         self._members: dict[bytes, MemberId] = {}
         self._introduced: dict[bytes, MemberId] = {}
@@ -81,6 +85,8 @@ class Membership:
         # torch sends all of them by name; then the receiver asks for what its script lacks.
         by_name = stand_in.is_active() or record.same_main(self.records[self.own_id])
         self.same_main[member] = by_name
+        if (maps := maps_between(self.records[self.own_id], record)) is not None:
+            self.device_maps[member] = maps
         self.records[member] = record
         self.awaited.add(member)
         self._watchers[heartbeat_identity(record.identity)] = member

@@ -12,6 +12,7 @@ from torch.distributed.remote_device import _remote_device
 from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from zrpc.agent.current import current_agent
 from zrpc.api import get_worker_info, remote, rpc_async, rpc_sync
 from zrpc.calls.future import Future
 from zrpc.nn.state_loading import load_part, module_names, stand_ins
@@ -39,7 +40,8 @@ class RemoteModule(torch.nn.Module):
 
     Attributes:
         on: the worker of ``remote_device``: its name or its rank.
-        device: the device there. Arguments are moved to it, and results back to the CPU.
+        device: the device there. Arguments are moved to it. Results are moved to the CPU, unless
+            this worker has a device map for that one: then they arrive by the map.
         module_rref: the RRef of the module.
 
     Raises:
@@ -121,16 +123,21 @@ class RemoteModule(torch.nn.Module):
         """Calls the module with these arguments, and returns the result."""
         if self.device == "cpu":
             return self.module_rref.rpc_sync().__call__(*args, **kwargs)
-        return self._on_owner(_call, self.device, args, kwargs)
+        return self._on_owner(_call, self.device, self._is_mapped(), args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the module with these arguments, and returns a Future of the result."""
         if self.device == "cpu":
             future: Future[Any] = self.module_rref.rpc_async().__call__(*args, **kwargs)
             return future
-        return rpc_async(
-            self.module_rref.owner(), _call, (self.module_rref, self.device, args, kwargs)
-        )
+        arguments = (self.module_rref, self.device, self._is_mapped(), args, kwargs)
+        return rpc_async(self.module_rref.owner(), _call, arguments)
+
+    def _is_mapped(self) -> bool:
+        """Returns whether this worker has a device map for the module's owner."""
+        owner = self.module_rref.owner().member_id
+        maps = current_agent().membership.device_maps.get(owner)
+        return maps is not None and bool(maps[0].targets)
 
     # -- parts and state -----------------------------------------------------------------
 
@@ -156,7 +163,8 @@ class RemoteModule(torch.nn.Module):
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> Any:
         """Returns a copy of the module's state; see ``nn.Module.state_dict``."""
-        state = self._remote("state_dict", prefix=prefix, keep_vars=keep_vars)
+        options = {"prefix": prefix, "keep_vars": keep_vars}
+        state = self._on_owner(_state, self._is_mapped(), options)
         if destination is None:
             return state
         destination.update(state)  # called for a module that contains this one
@@ -366,11 +374,23 @@ def _make(
 
 
 def _call(
-    module_rref: RRef[torch.nn.Module], device: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module_rref: RRef[torch.nn.Module],
+    device: str,
+    is_mapped: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     moved, named = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
     result = module_rref.local_value()(*moved, **named)
-    return tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
+    return result if is_mapped else tree_map_only(torch.Tensor, lambda t: t.cpu(), result)
+
+
+def _state(module_rref: RRef[torch.nn.Module], is_mapped: bool, options: dict[str, Any]) -> Any:
+    """Returns the state of the module; what is on a device is copied to the CPU, unless mapped."""
+    state = module_rref.local_value().state_dict(**options)
+    if not is_mapped:
+        state.update((k, v.cpu()) for k, v in [*state.items()] if isinstance(v, torch.Tensor))
+    return state
 
 
 def _call_method(module_rref: RRef[torch.nn.Module], name: str, args: tuple[Any, ...]) -> None:

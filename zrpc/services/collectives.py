@@ -4,9 +4,10 @@ The worker whose name comes first in the alphabet collects. Each worker calls it
 when the last value has come all these calls are answered with all values. Each worker counts the
 gatherings of each set of workers, so all agree on which is the n-th.
 
-Workers may disagree about who is lost. So a worker that has lost one of the others takes no part,
-and tells the worker that collects, which fails the gathering for all. For the same reason, "all
-workers" includes one that was declared dead and whose process may still run.
+Workers may disagree for a time about who is lost. So a worker that has lost one of the others takes
+no part, and tells the worker that collects, which fails the gathering for all. For the same reason,
+"all workers" includes one that was declared dead and whose process may still run, unless others
+have put it out.
 """
 
 from __future__ import annotations
@@ -205,7 +206,7 @@ class Collectives(Service):
     def _all_workers(self) -> Names:
         agent = self.agent
         lost = [m for m in list(agent.membership.lost) if agent.membership.was_found(m)]
-        silent = filter(agent.liveness.may_live, lost)
+        silent = [m for m in lost if agent.liveness.may_live(m) and not agent.peers.verdict(m)]
         return self._living().union(agent.membership.infos[member].name for member in silent)
 
     @override

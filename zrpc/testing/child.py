@@ -59,6 +59,7 @@ class WorkerSettings:
         socket: the descriptor of the socket for requests and replies.
         stacks_path: the file to which stacks are written on `STACKS_SIGNAL`.
         interrupts_path: the file with the numbers of the functions to interrupt, a line each.
+        fake_device: whether it has the fake device.
     """
 
     name: str
@@ -68,6 +69,7 @@ class WorkerSettings:
     socket: int
     stacks_path: str
     interrupts_path: str
+    fake_device: bool
 
 
 def main(settings: WorkerSettings) -> NoReturn:
@@ -134,6 +136,8 @@ class _WorkerProcess:
         from zrpc import api
         from zrpc.options import ZmqRpcBackendOptions
 
+        if self._settings.fake_device:  # the options may name it
+            import_module("zrpc.testing.device").fake_device()
         api.init_rpc(
             self._settings.name,
             rank=self._settings.rank,

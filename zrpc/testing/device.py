@@ -4,9 +4,13 @@ Its tensors are torch's own, on the devices ``fake:0`` and ``fake:1``: storages,
 modules and optimizers work. The CPU's operators do the work, at once, and every operator is a call
 of Python. What the device does can be recorded, and allocations refused.
 
-It can't run a backward pass on ``fake:1``, since torch has one thread for devices of this kind. It
-can't hold sparse tensors there either, nor quantized or nested tensors on both, and it can't pin
-memory.
+What it can't do:
+
+- Backward passes on ``fake:1``: torch has one thread for devices of this kind. On ``fake:0`` they
+  need a process that has made none before ``fake_device``, such as a new worker process: torch
+  starts its threads before the first one. An exception in a hook or node there ends the process,
+  in torch.
+- Sparse tensors on ``fake:1``, quantized and nested tensors, and pinned memory.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from zrpc.runtime.forks import free_in_child
 from zrpc.testing.device_memory import allocate, on_host
 from zrpc.testing.device_module import COUNT, TYPE, FakeModule
 
@@ -185,6 +190,14 @@ class FakeDevice:
     def _record_stream(self, tensor: torch.Tensor, stream: torch.Stream) -> None:
         self._note("aten::record_stream", stream.device_index)
 
+    # torch knows no convolution of a device that others add.
+    def _convolve(self, *args: Any) -> Any:
+        return self._run(torch.ops.aten.convolution.default, *args)
+
+    def _convolve_backward(self, gradient: Any, value: Any, weight: Any, *args: Any) -> Any:
+        backward, bias = torch.ops.aten.convolution_backward.default, [gradient.shape[1]]
+        return self._run(backward, gradient, value, weight, bias, *args)
+
     def _run(self, operator: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs any other operator: by the CPU's, on the same memory."""
         taken: dict[int, torch.Tensor] = {}  # the tensor here for each one on the CPU
@@ -234,7 +247,7 @@ class FakeDevice:
 
 
 # The lock guards _made: torch takes one device of this kind in a process. Taken alone.
-_lock = threading.Lock()
+_lock = free_in_child(threading.Lock())
 _made: list[tuple[FakeDevice, list[torch.library.Library]]] = []
 
 
@@ -243,7 +256,8 @@ def fake_device() -> FakeDevice:
 
     From then on, tensors can be on ``"fake:0"`` and ``"fake:1"``, ``torch.fake`` is the device's
     module, and ``torch.accelerator`` reports it. Each process that names such a device must call
-    this first, before `zrpc.init_rpc`. May be called from any thread.
+    this first, before `zrpc.init_rpc`. The worker processes of a test do so if the test's process
+    has called it before it starts their mesh. May be called from any thread.
 
     Raises:
         RuntimeError: torch is too old, or has an accelerator of its own here.
@@ -260,6 +274,11 @@ def fake_device() -> FakeDevice:
             device = FakeDevice()
             _made.append((device, _add(device)))
         return _made[0][0]
+
+
+def is_added() -> bool:
+    """Returns whether this process has the fake device."""
+    return bool(_made)
 
 
 def _add(device: FakeDevice) -> list[torch.library.Library]:
@@ -282,6 +301,8 @@ def _add(device: FakeDevice) -> list[torch.library.Library]:
     aten.impl("empty_strided", device._empty_strided, _KEY)
     aten.impl("_copy_from", device._copy, _KEY)
     aten.impl("record_stream", device._record_stream, _KEY)
+    aten.impl("convolution_overrideable", device._convolve, _KEY)
+    aten.impl("convolution_backward_overrideable", device._convolve_backward, _KEY)
     for name in _VIEWS:
         aten.impl(name, _as_on("CPU", name), _KEY)
     for name in _SPARSE:

@@ -294,6 +294,7 @@ class ProcessWorker(Worker):
             socket=fd,
             stacks_path=str(self._stacks_path),
             interrupts_path=str(self._interrupts_path),
+            fake_device=_has_fake_device(),
         )
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
@@ -397,3 +398,8 @@ def _pickling_by_value(modules: Sequence[str]) -> Iterator[None]:
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
         yield
+
+
+def _has_fake_device() -> bool:
+    device = sys.modules.get("zrpc.testing.device")  # it imports torch, which may not be needed
+    return device is not None and device.is_added()

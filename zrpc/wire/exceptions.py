@@ -1,7 +1,8 @@
 """Exceptions on the wire: the text always, and the callee's own exception if it can be pickled.
 
 They are no part of an autograd graph. A tensor of the graph in an exception's args arrives as one
-whose use in a backward pass raises.
+whose use in a backward pass raises. One on a device arrives as a text that names it: device maps
+don't hold for exceptions, which must arrive in any case.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from zrpc import stand_in
 from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
-from zrpc.errors import RemoteError
+from zrpc.errors import RemoteError, SerializationError
 from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
@@ -132,7 +133,9 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     copies = stand_in.is_active()  # for a caller whose script lacks a name
     pickled = _checked(error, partial(_dump, _CuttingPickler if in_graph else _Pickler))
     if pickled is None or (b"__main__" in pickled and (copies or not same_main)):
-        by_value = partial(_dump, _ByValueCuttingPickler) if in_graph else dumps
+        by_value: Callable[..., bytes] = partial(dumps, reducers=_LEFT_OUT)
+        if in_graph:
+            by_value = partial(_dump, _ByValueCuttingPickler)
         return _checked(error, partial(by_value, same_main=same_main, copies=copies))
     return pickled
 
@@ -177,30 +180,52 @@ def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Ba
     return outcome
 
 
-def _reduce_cut(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.requires_grad:
+def _reduce_tensor(value: Any, in_graph: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return NotImplemented
+    if not (value.is_cpu or value.is_meta):
+        return str, (
+            f"<left out: a tensor on {value.device} of shape {tuple(value.shape)} and dtype "
+            f"{value.dtype}; raise the error with tensor.cpu() to send it>",
+        )
+    if in_graph and value.requires_grad:
         return _cut_from_graph, (value.detach(),)
     return NotImplemented
+
+
+def _reduce_left_out(value: torch.Tensor) -> Any:
+    reduced = _reduce_tensor(value, in_graph=False)
+    if reduced is NotImplemented:
+        raise SerializationError("it goes with the message")
+    return reduced
+
+
+_LEFT_OUT: dict[type, Callable[[Any], Any]] = dict.fromkeys(
+    (torch.Tensor, torch.nn.Parameter), _reduce_left_out
+)
 
 
 class _Pickler(pickle.Pickler):
     """Takes exceptions apart."""
 
     dispatch_table = ErrorReducers()
+    in_graph = False
+
+    def reducer_override(self, obj: Any) -> Any:
+        return _reduce_tensor(obj, self.in_graph)
 
 
 class _CuttingPickler(_Pickler):
     """Cuts tensors from their graph, too."""
 
-    def reducer_override(self, obj: Any) -> Any:
-        return _reduce_cut(obj)
+    in_graph = True
 
 
 class _ByValueCuttingPickler(ByValuePickler):
     """The same for what only cloudpickle pickles."""
 
     def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce_cut(obj)
+        reduced = _reduce_tensor(obj, in_graph=True)
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 

@@ -54,6 +54,7 @@ class Kind(IntEnum):
     LEAVE = 10, Rules(counted=False)  # the sender leaves the mesh now
     ASK = 11, Rules(counted=False)  # what does the receiver do, or where do these calls stand?
     TELL = 12, Rules(counted=False)  # answers ASK, as JSON
+    LOST = 13, Rules(counted=False)  # members that are lost, and members that are put out
     # A call whose result stays with the callee, as an RRef.
     REMOTE = 16, Rules(answered=True, metered=True)
     FETCH = 17, Rules(answered=True, droppable=True)  # asks for the value of an RRef
@@ -105,6 +106,7 @@ class Tag(IntEnum):
     NAMING = 24  # of a REMOTE: the name of the actor that it makes
     STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
+    DEVICE = 31  # of a request: the device that is current while its function runs
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

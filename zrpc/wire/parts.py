@@ -11,6 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY
 from zrpc.wire.message import Message
@@ -26,6 +27,7 @@ class PartEncoder(Encoder):
         owner: the agent that packs.
         same_main: whether a name in ``__main__`` means the same at all receivers.
         in_graph: whether the messages are part of an autograd graph.
+        devices: the device map of all messages.
 
     Attributes:
         holes: what is left out, in the order of its fills.
@@ -33,9 +35,12 @@ class PartEncoder(Encoder):
 
     holes: Holes
 
-    def __init__(self, owner: object, same_main: bool, in_graph: bool) -> None:
+    def __init__(
+        self, owner: object, same_main: bool, in_graph: bool, devices: DeviceMap | None = None
+    ) -> None:
         super().__init__(owner, NOBODY, same_main)
         self.in_graph = in_graph
+        self.devices = devices
         self.holes = Holes()
 
     def part(self, obj: Any) -> Message:

@@ -16,6 +16,7 @@ import types
 import warnings
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +27,8 @@ from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
+from zrpc.wire.devices import DeviceMap, fetched
+from zrpc.wire.envelope import Envelope
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY, MemberId
@@ -35,7 +38,7 @@ from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Encoder", "Envelope", "dumps", "encoder", "register_reducer"]
+__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
 
 Reducers = Mapping[type, Reducer]
 
@@ -62,17 +65,6 @@ _MAX_COPY_BYTES = 1 << 20
 # How deep, and in how large containers, to look for a value that can't be pickled.
 _SEARCHED_LEVELS = 8
 _SEARCHED_PARTS = 1000
-
-
-class Envelope:
-    """Something of zrpc's own, in which the program's values are sent."""
-
-    __slots__ = ()
-
-    @property
-    def contents(self) -> Sequence[Any]:
-        """The program's values."""
-        raise NotImplementedError
 
 
 class _KnownReducers(ErrorReducers):
@@ -181,6 +173,9 @@ class Encoder:
         holds: what must live until the request is answered.
         holes: what is left out, if this packs a part of several messages; else None. See
             `zrpc.wire.parts`.
+        devices: where the tensors on devices arrive; None if there must be none.
+        memory: gets the destination and a size, and returns memory for large buffers that are
+            copied from devices, to be sent without another copy; or None if there is none.
     """
 
     # Defaults on the class: one is made for each message, and few need more than `__init__`.
@@ -191,6 +186,8 @@ class Encoder:
     extensions: Mapping[int, bytearray] = {}
     holds: Sequence[Any] = ()
     holes: Holes | None = None
+    devices: DeviceMap | None = None
+    memory: Callable[[MemberId, int], Any] | None = None
     _plain = True
     _tensors: TensorWriter | None = None
     _has_attributes = False
@@ -207,7 +204,7 @@ class Encoder:
     def tensors(self) -> TensorWriter:
         """The tensors that have been added to the message."""
         if self._tensors is None:
-            self._tensors = TensorWriter(self._plain)
+            self._tensors = TensorWriter(self._plain, self.devices)
         return self._tensors
 
     def extension(self, tag: int) -> bytearray:
@@ -247,6 +244,7 @@ class Encoder:
             found[id(value)] = True  # for a value that refers to the tensor
             trial = Encoder(self.owner, self.destination, self.same_main)
             trial.request, trial.in_graph = self.request, self.in_graph
+            trial.devices = self.devices
             trial._attributes = found
             try:
                 trial.pack(value, Message(0))
@@ -302,7 +300,14 @@ class Encoder:
             self._tensors.group(self.in_graph)
         for finish in self.finishers:
             finish(self)
-        return b"" if self._tensors is None else self._tensors.table(self.buffers)
+        if self._tensors is None:
+            return b""
+        table = self._tensors.table(self.buffers)
+        if self.devices is not None:
+            self.buffers = fetched(
+                self.buffers, self.memory and partial(self.memory, self.destination)
+            )
+        return table
 
     def _pickle(self, obj: Any) -> bytes:
         try:

@@ -25,7 +25,8 @@ from torch.jit._recursive import wrap_cpp_module
 from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.graph_capture import PROXIES, refuse_proxy
-from zrpc.wire.tensors import TensorWriter, attributes_of, make_plain
+from zrpc.wire.tensor_reading import make_plain
+from zrpc.wire.tensors import TensorWriter, attributes_of
 from zrpc.wire.unpickling import decoder
 
 __all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_attributes"]
@@ -91,12 +92,22 @@ def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, 
     if type(tensor) is torch.nn.Parameter:
         return torch.nn.Parameter, (plain, requires_grad)
     if str(layout).startswith("torch.sparse"):
-        _, layout_and_parts = torch.Tensor.__reduce_ex__(plain, _PROTOCOL)
-        return _rebuild_sparse, (*layout_and_parts, requires_grad)
+        return _rebuild_sparse, (layout, _sparse_parts(plain), requires_grad)
     if tensor.is_quantized and not requires_grad:  # a copy, since torch sends all of the storage
         reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain.clone(), _PROTOCOL)
         return reduced
     return None
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns what a sparse tensor consists of. torch's own way doesn't do so on all devices."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values(), tensor.shape, tensor.is_coalesced()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        indices = tensor.crow_indices(), tensor.col_indices()
+    else:
+        indices = tensor.ccol_indices(), tensor.row_indices()
+    return *indices, tensor.values(), tensor.shape
 
 
 def _reduce_unusual_in_graph(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Tensors on the wire: which bytes of a storage are sent, and how tensors are made from them.
+"""Tensors on the wire: which bytes of a storage are sent.
 
 Plain tensors are part of the pickle itself, which is fastest. Their bytes are in the pickle as well
 or, if they are large, in frames of their own. All other tensors have a row in the tensor table, and
@@ -6,7 +6,8 @@ the pickle only says "tensor 3". The table is made when all tensors of the messa
 tensors that share memory share it on arrival, too; in such a message plain tensors are in the table
 as well, and the table lists the views and their bases. If a tensor shares its memory with no
 other, only its own elements are sent. The bytes of small storages are in the table, and large
-storages are frames of their own.
+storages are frames of their own. All of this holds for tensors on devices as well: the table also
+says which device they arrive on.
 
 Sparse tensors are pickled as the dense tensors that they consist of. All others (quantized tensors,
 subclasses) are pickled as torch does, with their storages in the table.
@@ -16,19 +17,33 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import math
 import pickle
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from zrpc.errors import ProtocolError, SerializationError
-from zrpc.wire.alignment import ALIGNMENT, aligned
+from zrpc.errors import SerializationError
+from zrpc.wire.alignment import ALIGNMENT
+from zrpc.wire.devices import CPU, DeviceMap, finest, flattened, unmapped
+from zrpc.wire.extent import begin_of, end_of, extent_of, window
+from zrpc.wire.tensor_rows import (
+    CONJUGATE,
+    META,
+    NEGATIVE,
+    PARAMETER,
+    PLAIN_DTYPES,
+    PLAIN_NUMBERS,
+    REQUIRES_GRAD,
+    Bytes,
+    PlainRow,
+    StorageRow,
+    TensorRow,
+    WholeRow,
+)
 from zrpc.wire.views import Relation, base_of, is_changeable, span_of
 
-__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of", "make_plain", "read_table"]
+__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of"]
 
 # Up to this size, bytes are part of the pickle or the table. Above it, a frame of its own costs
 # less than these copies.
@@ -37,23 +52,7 @@ INLINE_BYTES = 32 * 1024
 # Up to this size, the bytes of a tensor are copied before they are pickled. That costs less than
 # having the pickler read them.
 _COPIED_BYTES = 16 * 1024
-# The dtypes of plain tensors. Messages contain their indices, so a new one goes to the end.
-_PLAIN_DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-_FIRST_COMPLEX = _PLAIN_DTYPES.index(torch.complex64)
-_PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(_PLAIN_DTYPES)}
+_FIRST_COMPLEX = PLAIN_DTYPES.index(torch.complex64)
 
 # The function behind `ctypes.string_at`, called directly.
 _copy_of: Any = ctypes.pythonapi.PyBytes_FromStringAndSize
@@ -64,27 +63,7 @@ _copy_of.restype = ctypes.py_object
 # `__dict__` makes one.
 attributes_of: Any = object.__getstate__
 
-_CPU = torch.device("cpu")
 _STRIDED = torch.strided
-
-_REQUIRES_GRAD = 1
-_PARAMETER = 2
-_CONJUGATE = 4
-_NEGATIVE = 8
-_META = 16
-
-_DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
-
-# One storage: its bytes, or the index of its frame.
-StorageRow = bytes | int
-# One tensor: the index of its storage (-1: none), the offset there in bytes, dtype, shape, stride,
-# flags.
-TensorRow = tuple[int, int, str, tuple[int, ...], tuple[int, ...], int]
-# A contiguous tensor that shares no memory: the number of its dtype, shape, storage, flags.
-WholeRow = tuple[int, tuple[int, ...], StorageRow, int]
-_WHOLE_FIELDS = 4
-# A plain tensor: the number of its dtype, shape, bytes.
-PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
 
 class TensorWriter:
@@ -92,10 +71,17 @@ class TensorWriter:
 
     Args:
         plain: whether plain tensors are part of the pickle.
+        devices: where tensors on devices arrive; None if there must be none.
+
+    Attributes:
+        target: the device that the first of them arrives on, other than the CPU; "" if none does.
     """
 
-    def __init__(self, plain: bool = True) -> None:
-        self._tensors: list[tuple[torch.Tensor, int]] = []
+    def __init__(self, plain: bool = True, devices: DeviceMap | None = None) -> None:
+        # With the flags of each, and the device that it arrives on.
+        self._tensors: list[tuple[torch.Tensor, int, str]] = []
+        self._devices = devices
+        self.target = ""
         # The tensors that require grad, as they were given, by index.
         self.requiring_grad: dict[int, torch.Tensor] = {}
         # The indices of tensors whose memory overlaps, and which of them are views of others.
@@ -103,6 +89,7 @@ class TensorWriter:
         self._relations: list[Relation] = []
         # The first address of each plain tensor in the pickle, and the one after its last; None if
         # there may be no tensors in the pickle.
+        plain = plain and not (devices is not None and devices.moves_cpu)
         self._plain: list[tuple[int, int]] | None = [] if plain else None
 
     def __len__(self) -> int:
@@ -110,7 +97,7 @@ class TensorWriter:
 
     def add_plain(self, tensor: torch.Tensor) -> PlainRow | None:
         """Returns the arguments of `make_plain`, or None if the tensor is not plain: use `add`."""
-        number = _PLAIN_NUMBERS.get(tensor.dtype)  # None for quantized tensors
+        number = PLAIN_NUMBERS.get(tensor.dtype)  # None for quantized tensors
         if (
             number is None
             or self._plain is None
@@ -137,7 +124,12 @@ class TensorWriter:
         self._plain.append((start, end))
         if size <= _COPIED_BYTES:
             return number, tuple(tensor.shape), _copy_of(start, size)
-        return number, tuple(tensor.shape), pickle.PickleBuffer(_window(start, size, tensor))
+        return number, tuple(tensor.shape), pickle.PickleBuffer(window(start, size, tensor))
+
+    @property
+    def placed(self) -> bool:
+        """Whether any tensor was or arrives on a device, so that the device map counts."""
+        return any(target != CPU or not (t.is_cpu or t.is_meta) for t, _, target in self._tensors)
 
     @property
     def overlapping(self) -> bool:
@@ -148,10 +140,10 @@ class TensorWriter:
         spans = self._plain
         if not spans or len(spans) + len(self._tensors) == 1:
             return False
-        others = [
-            (t.data_ptr(), _end(t)) for t, flags in self._tensors if t.numel() and not flags & _META
-        ]
-        ends = sorted(spans + others)
+        others = [t for t, _, _ in self._tensors if t.numel() and t.is_cpu]
+        starts = [t.data_ptr() - begin_of(t) for t in others]
+        ends = [(s + begin_of(t), s + end_of(t)) for s, t in zip(starts, others, strict=True)]
+        ends = sorted(spans + ends)
         return any(second[0] < first[1] for first, second in itertools.pairwise(ends))
 
     def add(self, tensor: torch.Tensor) -> int:
@@ -159,29 +151,35 @@ class TensorWriter:
         flags = 0
         plain = tensor
         if tensor.requires_grad:
-            flags = _REQUIRES_GRAD
+            flags = REQUIRES_GRAD
             plain = tensor.detach()
             self.requiring_grad[len(self._tensors)] = tensor
         if type(tensor) is torch.nn.Parameter:
-            flags |= _PARAMETER
+            flags |= PARAMETER
         if plain.is_conj():
-            plain, flags = plain.conj(), flags | _CONJUGATE
+            plain, flags = plain.conj(), flags | CONJUGATE
         if plain.is_neg():
-            plain, flags = torch._neg_view(plain), flags | _NEGATIVE
+            plain, flags = torch._neg_view(plain), flags | NEGATIVE
+        target = CPU
         if plain.is_meta:
-            flags |= _META
-        elif not plain.is_cpu:
-            raise SerializationError(
-                f"expected tensors on the CPU, found one on {plain.device}: zrpc moves no "
-                "device memory; send tensor.cpu() and move it on arrival"
-            )
-        elif plain._is_zerotensor():  # it has no memory
-            plain = plain.clone()
-        if plain.numel() and not flags & _META:
-            storage = plain.untyped_storage()
-            if _end(plain) > storage.data_ptr() + storage.nbytes():
-                raise _freed_memory_error(plain)
-        self._tensors.append((plain, flags))
+            flags |= META
+        else:
+            if plain._is_zerotensor():  # it has no memory
+                plain = plain.clone()
+            if self._devices is not None:
+                target = self._devices.target(plain)
+                self.target = self.target or (target if target != CPU else "")
+            elif not plain.is_cpu:
+                raise unmapped(plain)
+            if not (plain.is_cpu or torch._C._has_storage(plain)):
+                plain = plain.cpu()
+            if plain.numel():
+                storage = plain.untyped_storage()
+                if plain.is_cpu:
+                    storage.data_ptr()  # fails now if it has none, as inside of a transform
+                if end_of(plain) > storage.nbytes():
+                    raise _freed_memory_error(plain)
+        self._tensors.append((plain, flags, target))
         return len(self._tensors) - 1
 
     def table(self, buffers: list[Any]) -> bytes:
@@ -195,22 +193,21 @@ class TensorWriter:
         rows: list[TensorRow | WholeRow | None] = [None] * len(self._tensors)
         for indices in self._groups:
             tensors = [self._tensors[index][0] for index in indices]
+            target = self._tensors[indices[0]][2]
             if len(tensors) == 1:
                 rows[indices[0]] = _whole_row(*self._tensors[indices[0]], buffers)
                 if rows[indices[0]] is not None:
                     continue
                 tensors = [_dense(tensors[0])]
-            start = min(t.data_ptr() for t in tensors)
-            base = tensors[0].untyped_storage().data_ptr()
-            start -= (start - base) % ALIGNMENT  # offsets must stay multiples of an element
-            end = max(map(_end, tensors))
+            start = min(map(begin_of, tensors))
+            start -= start % ALIGNMENT  # offsets must stay multiples of an element
             for index, tensor in zip(indices, tensors, strict=True):
-                offset = tensor.data_ptr() - start
+                offset = begin_of(tensor) - start
                 rows[index] = _row(tensor, self._tensors[index][1], len(storages), offset)
-            storages.append(_storage_row(start, end - start, tensors, buffers))
-        for index, (tensor, flags) in enumerate(self._tensors):
+            storages.append(_storage_row(tensors, start, target, buffers))
+        for index, (tensor, flags, target) in enumerate(self._tensors):
             if rows[index] is None:
-                rows[index] = _row(tensor, flags)
+                rows[index] = _row(tensor, flags, -1 if target == CPU else target)
         return pickle.dumps((storages, rows, self._relations), pickle.HIGHEST_PROTOCOL)
 
     def group(self, in_graph: bool) -> None:
@@ -220,14 +217,17 @@ class TensorWriter:
             in_graph: whether tensors that require grad stay part of a graph; if not, they arrive
                 as leaves, which are no views.
         """
-        some = [i for i, (t, flags) in enumerate(self._tensors) if t.numel() and not flags & _META]
+        some = [i for i, (t, _, _) in enumerate(self._tensors) if t.numel() and not t.is_meta]
         if len(some) < 2:
             self._groups = [some] if some else []
             return
         sharing: dict[int, list[int]] = {}
         for index in some:
-            storage = self._tensors[index][0].untyped_storage()
-            sharing.setdefault(storage.data_ptr(), []).append(index)
+            tensor = self._tensors[index][0]
+            storage = tensor.untyped_storage()
+            # Several storages may share memory on the CPU. On a device it may have no address.
+            key = storage.data_ptr() if tensor.is_cpu else storage._cdata
+            sharing.setdefault(key, []).append(index)
         self._groups = list(self._overlapping(sharing.values()))
         for indices in self._groups:
             if len(indices) > 1:
@@ -249,8 +249,7 @@ class TensorWriter:
             if number < 0:  # the base is not in the message: its part is sent along with its views
                 if not any(tensor.requires_grad for _, tensor, _ in family):
                     base = base.detach()
-                end = max(_end(tensor) for _, tensor, _ in family)
-                number = self.add(span_of(base, [tensor for _, tensor, _ in family], end))
+                number = self.add(span_of(base, [tensor for _, tensor, _ in family]))
                 indices.append(number)
             self._relations.extend(
                 Relation(index, number, is_changeable(tensor, base))
@@ -264,75 +263,22 @@ class TensorWriter:
             if len(indices) == 1:
                 yield indices
                 continue
-            indices.sort(key=lambda i: self._tensors[i][0].data_ptr())
+            indices.sort(key=lambda i: begin_of(self._tensors[i][0]))
             group: list[int] = []
             end = 0
             for index in indices:
                 tensor = self._tensors[index][0]
-                if group and tensor.data_ptr() >= end:
+                if group and begin_of(tensor) >= end:
                     yield group
                     group = []
                 group.append(index)
-                end = max(end, _end(tensor))
+                end = max(end, end_of(tensor))
             yield group
 
 
-def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:
-    """Makes a plain tensor from its row.
-
-    Args:
-        number: the number of its dtype.
-        shape: its shape.
-        data: its bytes, which are copied; or another buffer, whose memory the tensor then shares:
-            see `aligned`.
-    """
-    dtype = _PLAIN_DTYPES[number]
-    if type(data) is bytes:  # read-only
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-    else:
-        tensor = torch.frombuffer(data, dtype=dtype)
-    if math.prod(shape) != tensor.numel():
-        raise ProtocolError(f"expected the bytes of a tensor of {shape}, found {tensor.numel()}")
-    # Not by a view: `detach_` refuses views.
-    if len(shape) == 1:
-        return tensor
-    # torch parses the sizes in two thirds of the time if they are separate arguments.
-    return tensor.resize_(*shape) if shape else tensor.resize_(shape)
-
-
-def read_table(
-    table: bytes | bytearray | memoryview, buffers: Sequence[Any]
-) -> tuple[list[torch.Tensor], list[Relation]]:
-    """Makes the tensors of a message, and returns them with the relations between views and bases.
-
-    Large ones share the memory of their frames in ``buffers``, without a copy.
-    """
-    storages, rows, relations = pickle.loads(table)
-    made = [_make_storage(row, buffers) for row in storages]
-    shared = Counter(row[0] for row in rows if len(row) != _WHOLE_FIELDS) if made else {}
-    tensors = [
-        _make_whole(row, buffers)
-        if len(row) == _WHOLE_FIELDS
-        else _make_tensor(row, made, shared.get(row[0], 0) > 1)
-        for row in rows
-    ]
-    return tensors, relations
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from the tensor's first to its last in memory, inclusive."""
-    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _end(tensor: torch.Tensor) -> int:
-    """Returns the address after the tensor's last element."""
-    return tensor.data_ptr() + _extent(tensor) * tensor.element_size()
-
-
 def _freed_memory_error(tensor: torch.Tensor) -> SerializationError:
-    needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
     return SerializationError(
-        f"expected a storage of {needed} bytes or more below a tensor of shape "
+        f"expected a storage of {end_of(tensor)} bytes or more below a tensor of shape "
         f"{tuple(tensor.shape)}, found one of {tensor.untyped_storage().nbytes()} bytes: it was "
         "resized, as FSDP does to free it; send the tensor before that"
     )
@@ -340,81 +286,48 @@ def _freed_memory_error(tensor: torch.Tensor) -> SerializationError:
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor itself if its span of memory holds nothing else, otherwise a copy."""
-    if _extent(tensor) <= tensor.numel():
+    if extent_of(tensor) <= tensor.numel():
         return tensor
     return tensor.clone(memory_format=torch.preserve_format)
 
 
-def _row(tensor: torch.Tensor, flags: int, storage: int = -1, offset: int = 0) -> TensorRow:
+def _row(tensor: torch.Tensor, flags: int, storage: int | str = -1, offset: int = 0) -> TensorRow:
     return storage, offset, str(tensor.dtype), tuple(tensor.shape), tensor.stride(), flags
 
 
-def _whole_row(tensor: torch.Tensor, flags: int, buffers: list[Any]) -> WholeRow | None:
+def _whole_row(
+    tensor: torch.Tensor, flags: int, target: str, buffers: list[Any]
+) -> WholeRow | None:
     """Returns the short row of a tensor that shares no memory, or None if it needs a long one."""
-    number = _PLAIN_NUMBERS.get(tensor.dtype)
+    number = PLAIN_NUMBERS.get(tensor.dtype)
     if number is None or not tensor.is_contiguous():
         return None
-    storage = _storage_row(tensor.data_ptr(), tensor.nbytes, tensor, buffers)
+    storage = _storage_row([tensor], begin_of(tensor), target, buffers)
     return number, tuple(tensor.shape), storage, flags
 
 
 def _storage_row(
-    start: int, size: int, tensors: torch.Tensor | list[torch.Tensor], buffers: list[Any]
+    tensors: list[torch.Tensor], start: int, target: str, buffers: list[Any]
 ) -> StorageRow:
+    """Returns the row of the bytes that tensors share, from ``start`` on."""
+    end = max(map(end_of, tensors))
+    if tensors[0].is_cpu:
+        place = tensors[0].untyped_storage().data_ptr() + start
+        data = _bytes_of(place, end - start, tensors, buffers)
+    else:
+        memory = flattened(tensors, start, end)
+        if memory.nbytes > INLINE_BYTES:  # copied when all buffers of the message are known
+            buffers.append(memory)
+            data = len(buffers) - 1
+        else:
+            memory = memory.cpu()
+            data = _bytes_of(memory.data_ptr(), memory.nbytes, memory, buffers)
+    return data if target == CPU else (data, target, str(finest(tensors).dtype))
+
+
+def _bytes_of(start: int, size: int, owner: Any, buffers: list[Any]) -> Bytes:
     if size <= INLINE_BYTES:
         copied: bytes = _copy_of(start, size)
         return copied
-    buffers.append(_window(start, size, tensors))
+    buffers.append(window(start, size, owner))
     return len(buffers) - 1
-
-
-def _window(start: int, size: int, owner: Any) -> ctypes.Array[ctypes.c_char]:
-    """Returns memory as a buffer, which keeps the memory's owner alive."""
-    window = (ctypes.c_char * size).from_address(start)
-    window.owner = owner  # type: ignore[attr-defined]
-    return window
-
-
-def _make_storage(row: StorageRow, buffers: Sequence[Any]) -> torch.Tensor:
-    """Returns the bytes of a storage as a tensor."""
-    if isinstance(row, int):
-        return torch.frombuffer(aligned(buffers[row]), dtype=torch.uint8)
-    whole = torch.empty(len(row), dtype=torch.uint8, device=_CPU)
-    ctypes.memmove(whole.data_ptr(), row, len(row))
-    return whole
-
-
-def _make_whole(row: WholeRow, buffers: Sequence[Any]) -> torch.Tensor:
-    number, shape, storage, flags = row
-    data = aligned(buffers[storage]) if isinstance(storage, int) else storage
-    return _with_flags(make_plain(number, shape, data), flags)
-
-
-def _make_tensor(row: TensorRow, storages: list[torch.Tensor], shared: bool) -> torch.Tensor:
-    index, offset, dtype_name, shape, stride, flags = row
-    dtype = _DTYPES[dtype_name]
-    if index < 0:
-        device = "meta" if flags & _META else "cpu"
-        tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    elif shared:  # a view of the whole, without being one for autograd, has its version counter
-        whole = storages[index]
-        whole = whole[: whole.nbytes - whole.nbytes % dtype.itemsize].view(dtype)
-        tensor = whole.as_strided(shape, stride, offset // dtype.itemsize).detach()
-    else:
-        tensor = torch.empty(0, dtype=dtype, device=_CPU)
-        with torch.no_grad():
-            storage = storages[index].untyped_storage()
-            tensor.set_(storage, offset // dtype.itemsize, shape, stride)
-    return _with_flags(tensor, flags)
-
-
-def _with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    if flags & _NEGATIVE:
-        tensor = torch._neg_view(tensor)
-    if flags & _CONJUGATE:
-        tensor = tensor.conj()
-    if flags & _PARAMETER:
-        return torch.nn.Parameter(tensor, requires_grad=bool(flags & _REQUIRES_GRAD))
-    if flags & _REQUIRES_GRAD:
-        tensor.requires_grad_()
-    return tensor

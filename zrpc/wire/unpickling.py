@@ -16,7 +16,7 @@ from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.wire.alignment import aligned
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.message import Message
-from zrpc.wire.tensors import read_table
+from zrpc.wire.tensor_reading import read_table
 from zrpc.wire.views import Relation, relate
 
 __all__ = ["Decoder", "decoder", "unpack_part"]

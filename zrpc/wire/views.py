@@ -7,12 +7,14 @@ that a backward pass needs was changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch.autograd.function import BackwardCFunction
+
+from zrpc.wire.extent import begin_of, end_of
 
 __all__ = ["Relation", "base_of", "is_changeable", "relate", "span_of"]
 
@@ -48,13 +50,12 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return base if base.requires_grad or not tensor.requires_grad else None
 
 
-def span_of(base: torch.Tensor, tensors: Iterable[torch.Tensor], end: int) -> torch.Tensor:
-    """Returns the part of ``base`` that holds these views of it, up to the address ``end``."""
+def span_of(base: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the part of ``base`` that holds these views of it."""
     size = base.element_size()
-    start = min(tensor.data_ptr() for tensor in tensors)
-    offset = (start - base.untyped_storage().data_ptr()) // size
-    first = base.untyped_storage().data_ptr() + offset * size
-    return base.as_strided((-(-(end - first) // size),), (1,), offset)
+    first = min(map(begin_of, tensors)) // size
+    end = -(-max(map(end_of, tensors)) // size)
+    return base.as_strided((end - first,), (1,), first)
 
 
 def is_changeable(view: torch.Tensor, base: torch.Tensor) -> bool:

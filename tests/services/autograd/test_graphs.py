@@ -37,28 +37,6 @@ from zrpc.wire.kind import Kind
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 
-def test_a_chain_over_all_workers_there_and_back(mesh: Mesh) -> None:
-    def on(rank: Any, x: Any) -> Any:
-        x = layer(rank, x)
-        if rank < 2:
-            x = call(f"worker{rank + 1}", on, rank + 1, x)
-        return layer(rank, x)
-
-    assert_as_local(mesh, lambda: on(0, X).sum(), LEAVES)
-
-
-def ping_pong(rank: Any, depth: Any, x: Any) -> Any:
-    x = layer(rank, x)
-    if depth == 0:
-        return x
-    return x + layer(rank, call(f"worker{1 - rank}", ping_pong, 1 - rank, depth - 1, x))
-
-
-@pytest.mark.parametrize("depth", [1, 8])
-def test_ping_pong(mesh: Mesh, depth: int) -> None:
-    assert_as_local(mesh, lambda: ping_pong(0, depth, X).sum(), LEAVES)
-
-
 def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     """Their gradients are held apart, each by the worker that used it."""
     with dist_autograd.context() as context_id:
@@ -70,16 +48,6 @@ def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
     assert X in here
     assert X not in there
     assert nowhere == {}
-
-
-def test_several_roots(mesh: Mesh) -> None:
-    def model() -> Any:
-        far = call("worker1", layer, 1, X)
-        other = call("worker2", layer, 2, X)
-        loss = (far * other).sum().reshape(1, 1)
-        return [far.sum(), loss, loss, (X**2).sum()]
-
-    assert_as_local(mesh, model, LEAVES)
 
 
 def test_a_context_without_any_message(mesh: Mesh) -> None:
@@ -149,24 +117,6 @@ def test_forward_and_backward_twice_in_one_context(caller: Mesh) -> None:
     torch.testing.assert_close(
         [found[0][X], found[0][W[0]], found[1][W[1]], found[2][W[2]]], expected
     )
-
-
-def two_losses(mesh: Mesh, keep: Any) -> Any:
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            losses = [call("worker1", layer, 1, X * factor).sum() for factor in (1, 2)]
-            for loss in losses:
-                dist_autograd.backward(context_id, [loss], retain_graph=keep)
-            return gradients_at(mesh, 0, context_id)[X], gradients_at(mesh, 1, context_id)[W[1]]
-
-    return mesh.run(0, run)
-
-
-def test_two_graphs_and_then_two_passes(mesh: Mesh) -> None:
-    """A pass frees only what leads to its roots."""
-    expected = local_gradients(lambda: (layer(1, X) + layer(1, X * 2)).sum(), [X, W[1]])
-    for keep in (True, False):
-        torch.testing.assert_close(list(two_losses(mesh, keep)), expected)
 
 
 def checkpointed(rank: Any, x: Any, **options: Any) -> Any:
@@ -248,15 +198,6 @@ def test_sections_without_grad(mesh: Mesh) -> None:
         return (call("worker1", layer, 1, x) * constant.detach()).sum()
 
     assert_as_local(mesh, model, LEAVES)
-
-
-def test_sections_without_grad_at_the_callee(mesh: Mesh) -> None:
-    def half(x: Any) -> Any:
-        with torch.no_grad():
-            y = layer(1, x)
-        return x * y + call("worker2", layer, 2, x)
-
-    assert_as_local(mesh, lambda: call("worker1", half, X).sum(), LEAVES)
 
 
 class Shifted:
@@ -429,11 +370,7 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
 BRANCHES = [trained, changed_in_place, broken, hooked]
 
 
-@pytest.fixture(params=BRANCHES, ids=lambda branch: branch.__name__)
-def branch(request: pytest.FixtureRequest) -> Iterator[Any]:
-    return request.param
-
-
+@pytest.mark.parametrize("branch", BRANCHES)
 def test_a_branch_in_one_message_with_what_is_used(mesh: Mesh, branch: Any) -> None:
     def there(x: Any) -> Any:
         return branch(x), layer(1, x), branch(x)
@@ -442,19 +379,6 @@ def test_a_branch_in_one_message_with_what_is_used(mesh: Mesh, branch: Any) -> N
         _, x, _ = call("worker1", there, X)
         _, x, _ = call("worker1", there, x)
         return x.sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_a_branch_that_is_sent_as_an_argument(mesh: Mesh, branch: Any) -> None:
-    """worker0 waits for gradients on both sides of that call."""
-
-    def model() -> Any:
-        x = call("worker2", layer, 2, X)
-        call("worker2", torch.sin, branch(x))
-        y = call("worker2", layer, 2, layer(1, x))
-        call("worker2", torch.sin, branch(y))
-        return call("worker2", layer, 2, y).sum()
 
     assert_as_local(mesh, model, LEAVES)
 

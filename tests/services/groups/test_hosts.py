@@ -14,7 +14,7 @@ import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
 from tests.services.shm.sharing import MIB, large, service_of
 from tests.support.gates import Gate
-from tests.support.hosts import mesh_on_hosts, needs_tcp
+from tests.support.hosts import mesh_on_hosts, needs_tcp, on_hosts
 from tests.support.observed import calls_to, stats_of
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import SOON, until
@@ -239,9 +239,7 @@ def test_a_worker_that_joins_gets_what_its_host_has(
     gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    keys = iter(["here", "there", "there"])
-    monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda: next(keys))
+    on_hosts(monkeypatch, iter([0, 1, 1]))
     caller = elastic.join("caller")
     elastic.join("w1")
     with caller.as_current():

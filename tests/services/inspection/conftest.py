@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import pytest
 
 from tests.services.inspection import doors
 from tests.support.gates import Gate
+
+
+@pytest.fixture
+def seems_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets threads that wait seem to work, so that nobody takes their place."""
+    used = itertools.count()
+    monkeypatch.setattr(
+        "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
+    )
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import zrpc
+from tests.support.hosts import mesh_on_hosts
 from tests.support.waiting import SOON, until
-from zrpc.membership.view import Membership
 from zrpc.services.inspection import discovery
 from zrpc.services.inspection import listener as listening
 from zrpc.services.inspection.discovery import ask, directories, meshes
@@ -200,8 +200,10 @@ def test_a_socket_where_this_user_may_not_look_is_none_of_a_worker(
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"transport": "tcp"})
-def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Membership, "shares_host", lambda self, member: member == self.own_id)
+def test_a_member_asks_those_on_other_hosts(
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh, _ = mesh_on_hosts(make_mesh, monkeypatch, workers=2)
     [here], rest = meshes(ask([directory(mesh)], SOON))
     assert rest == []
     assert list(here.snapshots) == [0]
@@ -213,9 +215,9 @@ def test_a_member_asks_those_on_other_hosts(mesh: Mesh, monkeypatch: pytest.Monk
 
 @pytest.mark.system
 def test_a_worker_lost_on_another_host_is_not_waited_for(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Membership, "shares_host", lambda self, member: member == self.own_id)
+    mesh, _ = mesh_on_hosts(make_mesh, monkeypatch, workers=2)
     with mesh.agent(0).as_current():
         zrpc.rpc_sync("worker1", max, args=(1, 2))
         lost = threading.Event()

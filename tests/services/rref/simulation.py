@@ -44,14 +44,16 @@ class Violation(AssertionError):
 class Network:
     """Some workers, what is under way between them, and who holds what."""
 
-    def __init__(self, size: int, machine: type[References] = References) -> None:
-        self.machines = [machine(rank) for rank in range(size)]
+    def __init__(self, size: int) -> None:
+        self.machines = [References(rank) for rank in range(size)]
         self.under_way: list[Packet] = []
         self.handles: list[Handle] = []
         self.dead: set[int] = set()
         # Pairs that the network separates while both live, and still talk to others.
         self.parted: set[frozenset[int]] = set()
         self.unaware: set[tuple[int, int]] = set()  # (living worker, one that it will lose)
+        self.noticed: set[tuple[int, int]] = set()  # and has lost
+        self.out: set[int] = set()
         self.owners: dict[GloballyUniqueId, int] = {}
         self.freed: Counter[GloballyUniqueId] = Counter()
         # Which workers have made or handed on, and which ever had, each value.
@@ -141,12 +143,7 @@ class Network:
         self.handles = [handle for handle in self.handles if handle.worker != worker]
         self.under_way = [packet for packet in self.under_way if packet.to != worker]
         self.unaware = {pair for pair in self.unaware if pair[0] != worker}
-        noticed = {
-            other
-            for other in self.living
-            if frozenset((other, worker)) in self.parted and (other, worker) not in self.unaware
-        }
-        self.unaware |= {(other, worker) for other in self.living if other not in noticed}
+        self.unaware |= {(other, worker) for other in self.living} - self.noticed
 
     def part(self, one: int, other: int) -> None:
         """Nothing arrives between two workers any more; they notice one after the other."""
@@ -155,6 +152,21 @@ class Network:
             self.parted.add(pair)
             self.under_way = [p for p in self.under_way if {p.sender, p.to} != pair]
             self.unaware |= {(one, other), (other, one)}
+
+    def agree(self, one: int, other: int) -> None:
+        """Others decide which of two that are parted goes; all notice that, one by one."""
+        out = max(one, other)
+        self.out.add(out)
+        for rank in set(self.living) - {out}:
+            self.parted.add(frozenset((rank, out)))
+            self.unaware |= {(rank, out), (out, rank)} - self.noticed
+        self.under_way = [
+            p for p in self.under_way if frozenset((p.sender, p.to)) not in self.parted
+        ]
+
+    def undecided(self) -> list[list[int]]:
+        """The parted that live, though neither of them is out."""
+        return sorted(sorted(pair) for pair in self.parted if not pair & (self.out | self.dead))
 
     def lose_packet(self, packet: Packet) -> None:
         """Only what the dead have sent can get lost, and then all that they sent later."""
@@ -168,6 +180,7 @@ class Network:
 
     def notice(self, worker: int, dead: int) -> None:
         self.unaware.remove((worker, dead))
+        self.noticed.add((worker, dead))
         self.machines[worker].on_member_lost(dead)
         self._pump(worker)
 
@@ -220,11 +233,12 @@ class Network:
 
     def finish(self, order: random.Random) -> None:
         """Drops all handles, delivers everything, and checks that nothing is left."""
-        while self.handles or self.under_way or self.unaware:
+        while self.handles or self.under_way or self.unaware or self.undecided():
             moves = [
                 *((self.drop, (handle,)) for handle in self.handles),
                 *((self.deliver, (packet,)) for packet in self.under_way),
                 *((self.notice, pair) for pair in sorted(self.unaware)),
+                *((self.agree, pair) for pair in self.undecided()),
             ]
             move, arguments = order.choice(moves)
             move(*arguments)
@@ -255,7 +269,7 @@ class Network:
 # this, a failing schedule shrinks to the few steps that matter.
 ORDINARY = ("create", "hand on", "hand on", "cancel", "drop", "deliver", "deliver", "repeat")
 WITH_LOSSES = (*ORDINARY, "kill", "notice", "lose packet")
-WITH_PARTITIONS = (*ORDINARY, "part", "notice")
+WITH_PARTITIONS = (*ORDINARY, "part", "notice", "agree")
 Step = tuple[str, int, int]
 
 
@@ -268,11 +282,9 @@ def schedules(steps: tuple[str, ...]) -> st.SearchStrategy[list[Step]]:
     return st.integers(0, 60).flatmap(lambda size: st.lists(step, min_size=size, max_size=size))
 
 
-def run(
-    size: int, schedule: list[Step], seed: int, machine: type[References] = References
-) -> Network:
+def run(size: int, schedule: list[Step], seed: int) -> Network:
     """Runs a schedule and then everything to its end."""
-    network = Network(size, machine)
+    network = Network(size)
     for what, first, second in schedule:
         _step(network, what, first, second)
     network.finish(random.Random(seed))
@@ -302,5 +314,7 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.kill(other)
     elif what == "part":
         network.part(worker, other)
+    elif what == "agree" and network.undecided():
+        network.agree(*network.undecided()[first % len(network.undecided())])
     elif what == "notice" and unaware:
         network.notice(*unaware[first % len(unaware)])

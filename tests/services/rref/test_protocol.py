@@ -17,11 +17,9 @@ from tests.services.rref.simulation import (
     WITH_PARTITIONS,
     Network,
     Packet,
-    Violation,
     run,
     schedules,
 )
-from tests.support.mutants import assert_detected
 from zrpc.errors import ProtocolError
 from zrpc.services.rref import protocol
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
@@ -59,6 +57,14 @@ def test_nothing_is_kept_when_workers_that_live_lose_each_other(
     size: Any, schedule: Any, seed: Any
 ) -> None:
     run(size, schedule, seed)
+
+
+def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> None:
+    hand_on = [("hand on", 10, 9), ("deliver", 0, 8), ("hand on", 1, 9), ("deliver", 6, 6)]
+    more = [("create", 7, 11), ("hand on", 6, 9), ("drop", 11, 3), ("hand on", 2, 4)]
+    end = [("drop", 7, 11), ("deliver", 9, 1), ("hand on", 11, 0), ("deliver", 11, 7)]
+    cut = [("deliver", 10, 6), ("part", 10, 3), ("deliver", 0, 11)]
+    run(3, [("create", 2, 2), *hand_on, *more, *end, *cut], 1826)
 
 
 # -- sequences that once went wrong --------------------------------------------------------
@@ -231,73 +237,6 @@ def test_other_bytes_are_refused(data: Any) -> None:
         except ProtocolError:
             continue
         assert b"".join(each.pack() for each in found) == data
-
-
-# -- the properties can fail ---------------------------------------------------------------
-
-
-class ForgetsParents(References):
-    def _announce(self, rref_id: Any, *_: Any) -> None:
-        self._owned[rref_id]
-
-
-class ForgetsEarlyEnds(References):
-    def _delete(self, rref_id: Any, fork_id: Any, sender: Any) -> None:
-        self._owned[rref_id].forks.pop(fork_id, None)
-        self._free_if_unused(rref_id)
-
-
-class DoesNotWaitForChildren(References):
-    def _end_if_unused(self, fork_id: Any) -> None:
-        if fork_id in self._held:
-            self._held[fork_id].children.clear()
-            super()._end_if_unused(fork_id)
-
-
-class ReadsRepeats(References):
-    def handle(self, sender: Any, message: Any) -> None:
-        self._serials_in.pop(sender, None)
-        super().handle(sender, message)
-
-
-class ListsForksOnArrivalOnly(References):
-    def fork(self, fork: Any, receiver: Any) -> None:
-        if fork.owner != self._own_id:
-            super().fork(fork, receiver)
-
-
-class NeverDeletes(References):
-    def _end_if_unused(self, fork_id: Any) -> None:
-        held = self._held[fork_id]
-        if not held.handles and not held.children:
-            del self._held[fork_id]
-
-
-class KeepsForksOfTheDead(References):
-    def on_member_lost(self, rank: Any) -> None:
-        self._lost.add(rank)
-
-
-class WaitsForAbandonedForks(References):
-    def _abandon(self, *_: Any) -> None: ...
-
-
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("mutant", "steps"),
-    [
-        (ForgetsParents, ORDINARY),
-        (ForgetsEarlyEnds, ORDINARY),
-        (DoesNotWaitForChildren, ORDINARY),
-        (ReadsRepeats, ORDINARY),
-        (ListsForksOnArrivalOnly, ORDINARY),
-        (NeverDeletes, ORDINARY),
-        (KeepsForksOfTheDead, WITH_LOSSES),
-        (WaitsForAbandonedForks, WITH_PARTITIONS),
-    ],
-)
-def test_a_broken_protocol_is_found_out(mutant: Any, steps: Any) -> None:
-    assert_detected(mutant, steps, run, Violation)
 
 
 def pair_with_fork() -> tuple[References, Fork]:

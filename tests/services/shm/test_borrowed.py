@@ -17,7 +17,7 @@ import torch
 from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
 from zrpc.errors import ProtocolError
 from zrpc.services.shm import borrowed as loans_module
-from zrpc.services.shm.borrowed import Loans
+from zrpc.services.shm.borrowed import MAX_KNOWN, Loans
 from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.testing.procfs import descriptors
 
@@ -246,3 +246,22 @@ def test_a_descriptor_of_something_else_is_refused_and_closed(loans: Any) -> Non
 def test_a_message_that_names_a_segment_that_has_not_come_is_an_error(loans: Any) -> None:
     with pytest.raises(ProtocolError, match="descriptor of segment 7, found none"):
         loans.borrow(OWNER, 7, [(0, 64)])
+
+
+def test_an_owner_that_names_ever_new_segments_keeps_few_descriptors_open(
+    loans: Any, pool: Any
+) -> None:
+    segment, views = borrow(loans, pool, b"a" * 64)
+    before = len(descriptors())
+    most = before + 2 * MAX_KNOWN  # Python's object for a mapping has a descriptor of its own
+    for number in range(2 * MAX_KNOWN):
+        loans.add(OWNER + 1, number, memfd(4096, fcntl.F_SEAL_SHRINK))
+        loans.borrow(OWNER + 1, number, [(0, 64)])
+        assert len(descriptors()) <= most
+    with pytest.raises(ProtocolError, match="descriptor of segment 0, found none"):
+        loans.borrow(OWNER + 1, 0, [(0, 64)])
+    loans.borrow(OWNER + 1, 2 * MAX_KNOWN - 1, [(0, 64)])
+    loans.forget(OWNER + 1)
+    assert len(descriptors()) == before
+    assert bytes(views[0]) == b"a" * 64
+    assert loans.knows(OWNER, segment.number)

@@ -12,12 +12,17 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 import zrpc
 from tests.services.shm.sharing import (
+    keep,
+    kept,
     large,
     own_layer,
     processes,
+    segments_mapped,
+    segments_open,
     sends_by_segments,
     until_returned,
 )
@@ -130,6 +135,23 @@ def test_a_fork_does_not_hold_descriptors_that_wait_for_its_parent(joined: Mesh)
     child = Child(lambda _: b"!" if ours & set(descriptors().values()) else b"=")
     assert child.ask() == b"="
     child.end()
+
+
+@pytest.mark.system
+def test_a_fork_keeps_no_memory_of_segments_but_what_it_can_read(joined: Mesh) -> None:
+    zrpc.rpc_sync(1, keep, ("held", large(7)))
+    zrpc.rpc_sync(1, torch.numel, (large(8),))
+    held, expected = kept()["held"], content(large(7))
+    assert len(segments_open()) == 2
+
+    def answer(question: bytes) -> bytes:
+        found = segments_open() if question == b"o" else segments_mapped()
+        return b"%d" % len(found) if content(held) == expected else b"!"
+
+    child = Child(answer)
+    assert (child.ask(b"o"), child.ask(b"m")) == (b"1", b"1")
+    child.end()
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(9),)), -large(9))
 
 
 class Stand:

@@ -164,35 +164,32 @@ class Contexts:
             if context_id not in self._states and context_id not in self._ended:
                 self._ended.append(context_id)
 
-    def release(self, context_id: int, known_to: MemberId, orphaned: bool = False) -> None:
-        """Ends a context here and on all workers that took part, except one that knows it.
+    def release(self, context_id: int, known_to: MemberId) -> None:
+        """Ends a context here and on all workers that took part, except one that knows it."""
+        for peer in self._forget(context_id) - {self._own_id, known_to}:
+            self._post(peer, Kind.RELEASE, context_id)
 
-        If it is ``orphaned``, because its creator is lost here, the others first find out whether
-        the creator is lost to them as well.
-        """
+    def _forget(self, context_id: int) -> set[MemberId]:
+        """Ends a context here; returns the workers that took part, as far as is known."""
         with self._lock:
             state = self._states.pop(context_id, None)
             self._ended.append(context_id)
         if state is None:
-            return
+            return set()
         state.clear()
-        for peer in state.peers - {self._own_id, known_to}:
-            self._post(peer, Kind.RELEASE, context_id, orphaned)
+        return state.peers
 
     def _on_release(self, message: Message) -> None:
-        context_id, orphaned, _ = pass_fields(message)
-        creator = creator_of(context_id)
-        if not orphaned or creator in self._agent.membership.lost:
-            self.release(context_id, known_to=message.sender, orphaned=bool(orphaned))
-        elif creator != self._own_id and self.state_of(context_id) is not None:
-            # It answers if the context has ended. If it is dead, that shows now.
-            self._post(creator, Kind.ENLIST, context_id)
+        self.release(pass_fields(message)[0], known_to=message.sender)
 
     def on_member_lost(self, member: MemberId) -> None:
-        """Handles the loss of a member that might have told this worker of a context's end."""
+        """Handles the loss of a member that might have told this worker of a context's end.
+
+        The others learn by themselves that a creator is lost, if it is lost to them, too.
+        """
         for state in self.states():
             if creator_of(state.context_id) in self._agent.membership.lost:
-                self.release(state.context_id, known_to=member, orphaned=True)
+                self._forget(state.context_id)
         self.on_messages_lost(member)
 
     def on_messages_lost(self, member: MemberId) -> None:
@@ -219,8 +216,8 @@ class Contexts:
         for state in states:
             state.clear()
 
-    def _post(self, peer: MemberId, kind: Kind, context_id: int, orphaned: bool = False) -> None:
-        data = PASS_LAYOUT.pack(context_id, orphaned, 0)
+    def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
+        data = PASS_LAYOUT.pack(context_id, 0, 0)
         self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
 
 

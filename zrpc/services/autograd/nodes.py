@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from zrpc.errors import RpcError
 from zrpc.torch_internals import (
+    EngineLocal,
     any_hook_before,
     apply_function,
     node_class_of,
@@ -31,6 +31,7 @@ from zrpc.torch_internals import (
     rank_second_last,
     wrap_hook_registration,
 )
+from zrpc.wire.devices import to_device
 from zrpc.wire.member_id import MemberId
 
 __all__ = [
@@ -116,11 +117,12 @@ class Run(Protocol):
         """Returns the gradient of a tensor that was sent."""
 
     def send_gradients(self, sender: MemberId, send_id: int, gradients: Gradients) -> None:
-        """Sends the gradients of tensors that were received."""
+        """Sends the gradients of tensors that were received; by the CPU."""
 
 
-# The pass whose engine this thread runs.
-running: ContextVar[Run | None] = ContextVar("zrpc_autograd_run", default=None)
+# The pass that this thread runs. Unlike a ContextVar, it holds in the threads of torch's engine as
+# well, which run the nodes of devices.
+running: EngineLocal[Run] = EngineLocal("zrpc_autograd_run")
 
 
 def _current_run() -> Run:
@@ -164,13 +166,17 @@ class Send(_Node):
     def forward(ctx: Any, tensor: torch.Tensor, send_id: int, index: int) -> torch.Tensor:
         """Returns a tensor from which a pass begins."""
         ctx.place = send_id, index
+        ctx.device = tensor.device
         ctx.materialize_grads = False
         return NO_GRADIENT.detach()  # takes a quarter of the time of a new one
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
-        """Returns the gradient that the receiver has sent back."""
-        return _current_run().gradient_of(*ctx.place), None, None
+        """Returns the gradient that the receiver has sent back, on the device of the tensor."""
+        gradient = _current_run().gradient_of(*ctx.place)
+        if gradient is not None and gradient.device != ctx.device:
+            gradient = to_device(gradient, str(ctx.device))
+        return gradient, None, None
 
 
 class Receive(_Node):

@@ -27,6 +27,7 @@ from zrpc.services.autograd.nodes import (
     without_gaps,
 )
 from zrpc.services.autograd.state import ContextState, SentTensor
+from zrpc.wire.devices import TO_CPU
 from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId, rank_of
@@ -87,7 +88,7 @@ class RunningPart:
 
     def run(self, part: Part, roots: Sequence[torch.Tensor], linked: Iterable[MemberId]) -> None:
         """Runs the engine; ``linked`` are workers of the pass beside those that ``part`` names."""
-        token = running.set(self)
+        before = running.set(self)
         try:
             sent = self.state.take(part.sent, part.arrived, part.retain_graph)
             self._awaited = len(sent)
@@ -107,7 +108,7 @@ class RunningPart:
             self.fail(RpcError(f"interrupted by {type(error).__name__}"))
             raise
         finally:
-            running.reset(token)
+            running.set(before)
 
     def _check_linked(self) -> None:
         """Raises if a worker that takes part is lost already, or some of its messages are.
@@ -169,7 +170,9 @@ class RunningPart:
         message = Message(Kind.GRADIENT)
         if any(gradient is not None for gradient in gradients):
             with in_context(None):
-                self._agent.codec.encoder(peer).pack(without_gaps(gradients), message)
+                encoder = self._agent.codec.encoder(peer)
+                encoder.devices = TO_CPU
+                encoder.pack(without_gaps(gradients), message)
         message.extensions = [*message.extensions, self._extension(send_id)]
         self._agent.outbox.post(peer, message)
 
@@ -259,6 +262,7 @@ class Initiator(RunningPart):
                 0,
                 self,
                 extension=self._extension(send_id),
+                devices=TO_CPU,
             )
 
     @override
@@ -319,7 +323,8 @@ class Participant(RunningPart):
         with self._lock:
             (_, send_id), last = self._held or ((self._initiator, 0), ())
             self._held = None
-        self._agent.callee.answer(request, without_gaps(last), self._extension(send_id))
+        extension = self._extension(send_id)
+        self._agent.callee.answer(request, without_gaps(last), extension, TO_CPU)
 
     @override
     def _send(self, origin: Origin, gradients: Gradients) -> None:

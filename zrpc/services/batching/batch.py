@@ -11,10 +11,12 @@ from typing import Any
 
 from zrpc.batch_values import Columns, rows
 from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.current_device import device_of
 from zrpc.calls.execution import ResultSink
 from zrpc.functions import Batching, Deferral
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.wire.exceptions import copied
+from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
 
 __all__ = ["Batch", "BatchedCall"]
@@ -77,6 +79,7 @@ class Batch:
         self.context = calls[0].context
         # No worker has sent this one.
         self.request = Message(calls[0].request.kind)
+        self.request.attachments = {Tag.DEVICE: device_of(calls[0].request)}
         self.request.scope = _BatchScope([call.request.scope for call in calls])
         self.request.scope.mailbox = calls[0].request.scope.mailbox
 

@@ -16,6 +16,7 @@ from zrpc.agent.service import Service
 from zrpc.batch_values import form_of
 from zrpc.calls.callee import TakeOver
 from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.current_device import current_device, device_of
 from zrpc.calls.execution import Execution, ResultSink
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import Batching, Deferral
@@ -166,7 +167,8 @@ class BatchingService(Service):
             return
         batch = Batch(live, ended)
         loop, run = self.agent.event_loop, self.agent.receiver.run
-        batch.context.run(Execution(batch.request, batch, batch.resolve, loop, run))
+        with current_device(device_of(batch.request)):
+            batch.context.run(Execution(batch.request, batch, batch.resolve, loop, run))
 
     def _refuse(self, key: _Key, gathering: Gathering[BatchedCall], error: BaseException) -> None:
         """Refuses those that wait: the actor is stopped, or its mailbox full."""

@@ -160,9 +160,9 @@ class LogFollower(threading.Thread):
         self._closing = False
         self._wake = threading.Event()
 
-    def report_end(self, member: MemberId) -> None:
-        """Queues the end of a worker's process to report in the log. From any thread."""
-        self._losses.append((member, Reason.ENDED, ""))
+    def report_loss(self, member: MemberId, why: Reason) -> None:
+        """Queues the loss of a worker to report in the log. From any thread."""
+        self._losses.append((member, why, ""))
         self._wake.set()
 
     def close(self) -> None:
@@ -347,12 +347,13 @@ class ElasticMembership(Service):
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
-        """Reports the loss of a peer in the log, if this worker has seen its process end."""
+        """Reports the loss of a peer in the log, if this worker has seen or decided it."""
         self.agent.joined.forget(member)
         if not self.agent.liveness.may_live(member):
             self.agent.network.dismiss(member)
-        if self.agent.liveness.reason(member) is Reason.ENDED:
-            self.follower.report_end(member)
+        reason, verdict = self.agent.liveness.reason(member), self.agent.peers.verdict(member)
+        if reason is Reason.ENDED or (verdict and verdict.judge == self.agent.membership.own_id):
+            self.follower.report_loss(member, reason or Reason.ENDED)
 
     @override
     def close(self) -> None:

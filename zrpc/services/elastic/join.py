@@ -11,6 +11,7 @@ from pathlib import Path
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
+from zrpc.membership.device_maps import check_device_maps
 from zrpc.membership.endpoints import Meeting, announce_endpoint, is_loopback
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.init_method import hosted_by_rank_0
@@ -52,6 +53,7 @@ def join_running(
     elastic = not record.world_size
     agent = Agent(meeting.network, membership, meeting.options, meeting.store, elastic)
     try:
+        check_device_maps(state.members.values(), complete=False)
         agent.serve([*services, lambda agent: ElasticMembership(agent, log, state)])
         service = agent.service(ElasticMembership)
         entries.deadline = None  # the follower may wait

@@ -214,7 +214,7 @@ class MembershipState:
     def mismatch(self, record: PeerRecord) -> str | None:
         """Returns why a worker does not fit this mesh, whatever its name and rank."""
         other = next(iter(self.members.values()), None)
-        return None if other is None else record.size_mismatch(other)
+        return None if other is None else record.mismatch(other)
 
     @property
     def missing(self) -> list[int]:

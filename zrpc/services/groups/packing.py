@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,15 +12,19 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.function_names import name_of
+from zrpc.calls.unmapped import with_argument
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.part import Part
 from zrpc.services.groups.service import GroupService
+from zrpc.wire.devices import DeviceMap, UnmappedDevice
+from zrpc.wire.envelope import Envelope
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-from zrpc.wire.pickling import Envelope, register_reducer
+from zrpc.wire.parts import PartEncoder
+from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
 __all__ = ["Bodies"]
@@ -102,6 +107,19 @@ def _attribute(arguments: _Arguments, name: str) -> Any:
     return operator.attrgetter(name)(arguments)
 
 
+@dataclass(frozen=True)
+class _Form:
+    """What must be alike at members that get the same packing.
+
+    Attributes:
+        same_main: whether a name in ``__main__`` means the same there.
+        devices: where tensors arrive there; None if there are no devices.
+    """
+
+    same_main: bool
+    devices: DeviceMap | None = None
+
+
 class Bodies:
     """The bodies of the requests to the members of a group: all parts are packed by then.
 
@@ -142,25 +160,42 @@ class Bodies:
         self.name = name_of((what,))
         self._is_method = isinstance(what, str)
         self._values: dict[int, Sequence[Any]] = {}
-        self._repeated: dict[tuple[int, bool], Part] = {}
-        self._parts: dict[bool, Part] = {}
+        self._repeated: dict[tuple[int, _Form], Part] = {}
+        self._parts: dict[_Form, Part] = {}
         self.shared: Share | None = None
         if garbage_collector.running:
             garbage_collector.check("call a group")
         content = None if self._is_method else what, args, kwargs
         self._in_graph = agent.codec.encoder(agent.membership.own_id).in_graph
-        names = agent.membership.same_main
-        self._same_main = [names[member.member_id] for member in members]
-        pack = partial(Part.of, self._service, in_graph=self._in_graph)
-        for same_main in set(self._same_main) or {True}:
-            self._parts[same_main] = pack(content, same_main)
-        holes = [hole for part in self._parts.values() for hole in part.holes]
+        self._forms = [self._form_of(member.member_id) for member in members]
+        for form in set(self._forms) or {_Form(True)}:
+            self._parts[form] = self._pack(content, form, self._parts.items())
+        holes = [hole for part in {*self._parts.values()} for hole in part.holes]
         self._find_shared(holes)
         for hole in holes:
             if isinstance(hole, PerMember) and members and id(hole) not in self._values:
                 self._values[id(hole)] = hole.values(len(members))
-                self._pack_repeated(hole, pack)
+                self._pack_repeated(hole)
         self._lay_in_memory()
+
+    def _form_of(self, member: MemberId) -> _Form:
+        membership = self._service.agent.membership
+        maps = membership.device_maps.get(member)
+        return _Form(membership.same_main[member], None if maps is None else maps[0])
+
+    def _pack(self, obj: Any, form: _Form, packed: Iterable[tuple[_Form, Part]]) -> Part:
+        """Packs an object, unless it was ``packed`` in the same way."""
+        moves_cpu = form.devices is not None and form.devices.moves_cpu
+        for other, part in packed:
+            if other.same_main == form.same_main and not (part.placed or moves_cpu):
+                return part
+        service, in_graph = self._service, self._in_graph
+        try:
+            return Part.of(service, obj, form.same_main, in_graph, form.devices)
+        except UnmappedDevice as error:
+            same = partial(PartEncoder, service.agent, form.same_main, in_graph, form.devices)
+            call = (self.name, *obj[1:]) if isinstance(obj, tuple) else obj
+            raise with_argument(error, call, same) from None
 
     def _find_shared(self, holes: Sequence[Any]) -> None:
         found = {id(hole): hole for hole in holes if isinstance(hole, Share)}
@@ -173,20 +208,21 @@ class Bodies:
         if self.shared is not None and not self._members:
             raise ValueError("expected members to share() items among, found an empty group")
 
-    def _pack_repeated(self, hole: PerMember, pack: Callable[[Any, bool], Part]) -> None:
+    def _pack_repeated(self, hole: PerMember) -> None:
         """Packs the values that several members get once."""
         repeated = hole.repeated()
-        for value, same_main in zip(self._values[id(hole)], self._same_main, strict=True):
-            key = id(value), same_main
+        for value, form in zip(self._values[id(hole)], self._forms, strict=True):
+            key = id(value), form
             if id(value) in repeated and key not in self._repeated:
-                self._repeated[key] = pack(value, same_main)
+                same = [(f, part) for (each, f), part in self._repeated.items() if each == key[0]]
+                self._repeated[key] = self._pack(value, form, same)
 
     def _lay_in_memory(self) -> None:
         """Copies each part to shared memory, if it is for several messages to one host.
 
         On another host, the first member that lives hands it on.
         """
-        for part in (*self._parts.values(), *self._repeated.values()):
+        for part in {*self._parts.values(), *self._repeated.values()}:
             self._service.count(bytes_packed=part.nbytes)
         readers: dict[tuple[Part, MemberId], list[MemberId]] = {}
         for place, member in enumerate(self._members):
@@ -218,14 +254,14 @@ class Bodies:
 
     def add(self, member: WorkerInfo) -> int | None:
         """Adds a member that has joined; returns its place, or None if nothing is packed for it."""
-        same_main = self._service.agent.membership.same_main[member.member_id]
-        if same_main not in self._parts:
+        form = self._form_of(member.member_id)
+        if form not in self._parts:
             return None
         self._members.append(member)
-        self._same_main.append(same_main)
+        self._forms.append(form)
         first = self._first_on_host(member)
         if first != self._own_id:
-            self._parts[same_main].hand_on(member.member_id, first)
+            self._parts[form].hand_on(member.member_id, first)
         return len(self._members) - 1
 
     @property
@@ -236,7 +272,7 @@ class Bodies:
         return max((part.nbytes for part in inline), default=0)
 
     def _part(self, place: int) -> Part:
-        return self._parts[self._same_main[place]]
+        return self._parts[self._forms[place]]
 
     def _parts_in(self, place: int) -> list[Part]:
         """Returns the parts that fill holes of the message to a member."""
@@ -257,7 +293,7 @@ class Bodies:
                 value = item
             elif isinstance(hole, PerMember):
                 value = self._values[id(hole)][place]
-                repeated = self._repeated.get((id(value), self._same_main[place]))
+                repeated = self._repeated.get((id(value), self._forms[place]))
                 if repeated is not None:
                     value = _Carried(repeated, repeated.holes)
             fills.append(value)

@@ -9,6 +9,7 @@ from typing import Any
 from zrpc.services.groups.service import GroupService
 from zrpc.services.groups.ticket import TICKET
 from zrpc.services.shm import holds
+from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.parts import PartEncoder
@@ -29,6 +30,7 @@ class Part:
     Attributes:
         blocks, holes: the same.
         nbytes: the size of all blocks.
+        placed: whether a device map says where its tensors arrive.
         relays: the members of other hosts that ask another worker there for the blocks, and which.
     """
 
@@ -38,17 +40,27 @@ class Part:
         self.blocks = blocks
         self.holes = holes
         self.nbytes = sum(memoryview(block).nbytes for block in blocks)
+        self.placed = False
         self.relays: dict[MemberId, MemberId] = {}
         self._service = service
         self._share: holds.Share | None = None
         self._number = 0
 
     @classmethod
-    def of(cls, service: GroupService, obj: Any, same_main: bool, in_graph: bool) -> Part:
+    def of(
+        cls,
+        service: GroupService,
+        obj: Any,
+        same_main: bool,
+        in_graph: bool,
+        devices: DeviceMap | None,
+    ) -> Part:
         """Packs an object; see `PartEncoder`."""
-        packer = PartEncoder(service.agent, same_main, in_graph)
+        packer = PartEncoder(service.agent, same_main, in_graph, devices)
         packed = packer.part(obj)
-        return cls(service, [packed.body, packed.table, *packed.buffers], packer.holes)
+        part = cls(service, [packed.body, packed.table, *packed.buffers], packer.holes)
+        part.placed = packer.tensors.placed
+        return part
 
     def lay(self) -> bool:
         """Copies the blocks to shared memory; returns False if they are small, or if it is full.

@@ -80,7 +80,6 @@ class Verb(IntEnum):
     ADD = 1
     ADDED = 2
     DELETE = 3
-    ABANDON = 4
 
 
 class ReferenceMessage(NamedTuple):
@@ -91,7 +90,7 @@ class ReferenceMessage(NamedTuple):
         serial: its number among those from its sender to its receiver, from 0.
         rref_id: the value.
         fork_id: the fork. The member that handed it on has drawn its id.
-        parent_id: for ADD, that member's own fork. For ABANDON, an id of the lost worker's.
+        parent_id: for ADD, that member's own fork.
     """
 
     verb: Verb

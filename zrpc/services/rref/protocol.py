@@ -23,7 +23,6 @@ ADD          user, owner             I hold this fork, which that parent gave me
                                      which I had before the value was made again
 ADDED        owner, user and parent  this fork is listed
 DELETE       user, owner             this fork has ended
-ABANDON      user, owner             I have lost that worker, which may name this fork as a parent
 ============ ======================= ===================================================
 
 Messages may arrive in any order and more than once:
@@ -39,11 +38,9 @@ Messages may arrive in any order and more than once:
   lists the parent is still in flight (by G2 the parent can't have ended). It frees nothing until
   that message arrives.
 
-Two workers may lose each other while both still talk to a third one:
-
-- A user that has lost the owner of a child tells the parent itself that it need not wait (ADDED).
-- A parent that has lost the receiver of a child waits no longer for it. It tells the owner
-  (ABANDON), which then does not wait for the parent if the child is heard of after all.
+Two workers may lose each other while both still talk to a third one. One of them is then lost to
+all (see ``zrpc.membership.agreement``). So a worker that waits for word about a fork loses either
+the sender of that word, or the worker that has the fork.
 """
 
 from __future__ import annotations
@@ -140,8 +137,6 @@ class References:
         self._ended: dict[ForkId, None] = {}
         # Forks with an ADD that is not answered yet, with their owner and RRef.
         self._adding: dict[ForkId, tuple[MemberId, RRefId]] = {}
-        # Parents that this worker, as owner, does not wait for if these members name them.
-        self._abandoned: set[tuple[ForkId, MemberId]] = set()
         self._waiting: list[_Waiting] = []
         self._lost: set[MemberId] = set()
         self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
@@ -195,8 +190,7 @@ class References:
     ) -> None:
         """Notes the parent that a child has named: it lives, and is listed or about to be."""
         owned, holder = self._owned[rref_id], child.created_on
-        known = parent_id in owned.forks or (parent_id, sender) in self._abandoned
-        known = known or parent_id == NO_FORK
+        known = parent_id in owned.forks or parent_id == NO_FORK
         if not known and holder not in self._lost:
             owned.announced[parent_id] = (holder, sender)
 
@@ -299,9 +293,7 @@ class References:
             if fork_id in self._ended:
                 return
             self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
-            if owner in self._lost:
-                self._send(sender, Verb.ADDED, rref_id, fork_id)
-            elif sender != owner:
+            if sender != owner and owner not in self._lost:
                 self._adding[fork_id] = owner, rref_id
                 self._send(owner, Verb.ADD, rref_id, fork_id, parent_id)
             return
@@ -360,19 +352,8 @@ class References:
                 self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
-        elif verb is Verb.DELETE:
+        else:
             self._delete(rref_id, fork_id, sender)
-        elif parent_id.created_on not in self._lost:
-            self._abandon(rref_id, fork_id, parent_id.created_on)
-
-    def _abandon(self, rref_id: RRefId, fork_id: ForkId, receiver: MemberId) -> None:
-        """Waits no longer, as owner, for a fork that its child's receiver has named, or will."""
-        self._abandoned.add((fork_id, receiver))
-        if rref_id in self._owned:
-            announced = self._owned[rref_id].announced
-            if announced.get(fork_id, (None, None))[1] == receiver:
-                del announced[fork_id]
-            self._free_if_unused(rref_id)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
@@ -385,20 +366,10 @@ class References:
             for fork_id in [f for f, members in owned.announced.items() if member in members]:
                 del owned.announced[fork_id]
             self._free_if_unused(rref_id)
-        self._abandoned = {each for each in self._abandoned if each[1] != member}
-        for fork_id, (owner, rref_id) in list(self._adding.items()):
-            if owner == member:
-                self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
-                self._end_adding({fork_id})
-        for fork_id, held in list(self._held.items()):
-            children = [
-                child
-                for child, receiver in held.children.items()
-                if member in (receiver, held.owner)
-            ]
-            if children and held.owner != member:
-                self._send(held.owner, Verb.ABANDON, held.rref_id, fork_id, ForkId(member, 0))
-            for child in children:
+        self._end_adding({fork for fork, (owner, _) in self._adding.items() if owner == member})
+        for held in list(self._held.values()):
+            children = held.children.items()
+            for child in [c for c, receiver in children if member in (receiver, held.owner)]:
                 self.on_listed(child)
 
     def _send(

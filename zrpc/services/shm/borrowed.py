@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from zrpc.errors import ProtocolError
+from zrpc.services.shm.records import Place
 from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Loan", "Loans"]
+__all__ = ["MAX_KNOWN", "Loan", "Loans"]
+
+# The maximum of one owner, each with a descriptor. It has fewer segments at a time, and the last
+# may have come before it is heard that earlier ones are closed.
+MAX_KNOWN = 2 * MAX_SEGMENTS
 
 
 class SegmentMap(mmap.mmap):
@@ -71,31 +76,36 @@ class Loans:
 
     def __init__(self) -> None:
         self.ended: deque[weakref.ref[Any]] = deque()
-        # The descriptors of segments that no message has named yet, by owner and number.
-        self._unopened: dict[tuple[MemberId, int], int] = {}
-        self._mapped: dict[tuple[MemberId, int], SegmentMap] = {}
+        # The segments of each owner by number, in the order in which they came; or why one can't be
+        # mapped.
+        self._known: dict[MemberId, dict[int, SegmentMap | Exception]] = {}
         # Loans that have not ended, by the identity of the weak references to their views.
         self._open: dict[int, Loan] = {}
 
     def add(self, owner: MemberId, number: int, fd: int) -> None:
-        """Keeps the descriptor of a segment, which may be negative, for the message that needs it.
+        """Maps a segment, for the messages that will name it.
 
-        Closes it if there are too many: an owner has fewer segments.
+        Args:
+            owner: the worker that it comes from.
+            number: its number among the owner's.
+            fd: its descriptor, or `NO_DESCRIPTOR`. The loans own it from now on.
         """
-        unopened = [each for of, each in self._unopened if of == owner]
-        if len(unopened) < MAX_SEGMENTS and number not in unopened:
-            self._unopened[owner, number] = fd
-        else:
-            _close(fd)
+        known = self._known.setdefault(owner, {})
+        if len(known) >= MAX_KNOWN:
+            del known[next(iter(known))]
+        try:
+            known[number] = _map(fd)
+        except (OSError, ValueError, ProtocolError) as error:
+            known[number] = error.with_traceback(None)
 
     def knows(self, owner: MemberId, number: int) -> bool:
         """Returns whether the descriptor of a segment has come."""
-        return (owner, number) in self._mapped or (owner, number) in self._unopened
+        return number in self._known.get(owner, ())
 
     def borrow(
-        self, owner: MemberId, number: int, places: list[tuple[int, int]], private: bool = False
+        self, owner: MemberId, number: int, places: list[Place], private: bool = False
     ) -> list[Any]:
-        """Maps a segment that a message came in.
+        """Lends this worker a segment that a message came in.
 
         Args:
             owner: the sender.
@@ -111,12 +121,11 @@ class Loans:
             OSError: it can't be mapped.
             ProtocolError: it is not what a segment must be, or has no such places.
         """
-        key = (owner, number)
-        memory = self._mapped.get(key)
+        memory = self._known.get(owner, {}).get(number)
         if memory is None:
-            if key not in self._unopened:
-                raise ProtocolError(f"expected the descriptor of segment {number}, found none")
-            memory = self._mapped[key] = _map(self._unopened.pop(key))
+            raise ProtocolError(f"expected the descriptor of segment {number}, found none")
+        if isinstance(memory, Exception):
+            raise type(memory)(*memory.args)  # the same object would collect tracebacks
         room = len(memory)
         if any(offset + size > room for offset, size in places):
             del memory  # a log record that is kept would keep it mapped, by this frame
@@ -144,11 +153,14 @@ class Loans:
         return loans
 
     def forget(self, owner: MemberId, number: int | None = None) -> None:
-        """Forgets a segment of an owner, or all: they will not be lent again."""
-        for key in [*self._mapped, *self._unopened]:
-            if key[0] == owner and number in (None, key[1]):
-                self._mapped.pop(key, None)  # unmapped when the last view of it goes
-                _close(self._unopened.pop(key, -1))
+        """Forgets a segment of an owner, or all: they will not be lent again.
+
+        They stay mapped until the last view of them is freed.
+        """
+        if number is None:
+            self._known.pop(owner, None)
+        else:
+            self._known.get(owner, {}).pop(number, None)
 
     def keep_all(self) -> None:
         """Makes what is lent now private, before a fork: the child will see it too.
@@ -168,17 +180,11 @@ class Loans:
                         continue  # private already, and other messages may name its segment
                     if memory is not None:
                         each.callback(_make_private, memory)
-                    self._mapped.pop((loan.owner, loan.number), None)
+                    self.forget(loan.owner, loan.number)
 
     def close(self) -> None:
         """Forgets all segments."""
-        for owner in {owner for owner, _ in (*self._mapped, *self._unopened)}:
-            self.forget(owner)
-
-
-def _close(fd: int) -> None:
-    if fd >= 0:
-        os.close(fd)
+        self._known.clear()
 
 
 def _map(fd: int) -> SegmentMap:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 
-__all__ = ["NOTE", "NUMBER", "PLACE", "RECORD", "Verb", "read_records"]
+__all__ = ["NOTE", "Place", "Verb", "read_records", "record"]
 
-PLACE = struct.Struct("<QQ")  # offset and size of a buffer
+Place = tuple[int, int]  # offset and size of a buffer
+
 NOTE = struct.Struct("<BQ")  # verb, number of the segment
-NUMBER = struct.Struct("<Q")  # number of a segment
-RECORD = struct.Struct("<QQ")  # number of a shared segment, how many places follow
+_RECORD = struct.Struct("<QQ")  # number of a segment, how many places follow
+_PLACE = struct.Struct("<QQ")
 
 
 class Verb(IntEnum):
@@ -21,13 +23,18 @@ class Verb(IntEnum):
     CLOSED = 3  # this segment is not lent again
 
 
-def read_records(data: bytes) -> list[tuple[int, list[tuple[int, int]]]]:
-    """Returns the numbers of the shared segments that a message names, each with its places."""
+def record(number: int, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """Returns what a message says of the buffers that it has in one segment."""
+    return b"".join((_RECORD.pack(number, len(sizes)), *map(_PLACE.pack, offsets, sizes)))
+
+
+def read_records(data: bytes) -> list[tuple[int, list[Place]]]:
+    """Returns the numbers of the segments that a message names, each with its places."""
     found, start = [], 0
     while start < len(data):
-        number, count = RECORD.unpack_from(data, start)
-        start += RECORD.size
-        end = start + count * PLACE.size
-        found.append((number, list(PLACE.iter_unpack(data[start:end]))))
+        number, count = _RECORD.unpack_from(data, start)
+        start += _RECORD.size
+        end = start + count * _PLACE.size
+        found.append((number, list(_PLACE.iter_unpack(data[start:end]))))
         start = end
     return found

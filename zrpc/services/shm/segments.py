@@ -25,6 +25,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from zrpc.wire.member_id import MemberId
@@ -57,7 +58,7 @@ class Segment:
         kept_by: borrowers that may use it without limit; so it is not written again.
         writing: whether a thread is copying into it; then it is not closed.
         fresh: whether no message was written to it yet.
-        used: when it was last lent or returned, on the clock of ``time.monotonic``.
+        used: since when nobody has it, on the clock of ``time.monotonic``.
     """
 
     def __init__(self, number: int, size: int) -> None:
@@ -170,14 +171,11 @@ class SegmentPool:
         the offset of each buffer; None if the pool is full.
         """
         offsets, end = aligned(sizes)
-        if self._closed or end > self._capacity:
-            return None
-        segment = self._find_free(end) or self._make_segment(end)
+        segment = self._take(end)
         if segment is None:
             return None
-        segment.writing, segment.was_held = True, False
+        segment.was_held = False
         segment.borrowers[borrower] = 1
-        segment.used = time.monotonic()
         return segment, offsets
 
     def hold(self, size: int) -> Segment | None:
@@ -185,11 +183,15 @@ class SegmentPool:
 
         The caller maps it by `Segment.hold`, calls `written`, and ends by `release`.
         """
-        if self._closed:
-            return None
-        segment = self._find_free(size) or self._make_segment(size)
+        segment = self._take(size)
         if segment is not None:
-            segment.held = segment.was_held = segment.writing = True
+            segment.held = segment.was_held = True
+        return segment
+
+    def _take(self, size: int) -> Segment | None:
+        segment = None if self._closed else self._find_free(size) or self._make_segment(size)
+        if segment is not None:
+            segment.writing = True
         return segment
 
     def lend_held(self, segment: Segment, borrower: MemberId) -> bool:
@@ -279,14 +281,14 @@ class SegmentPool:
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""
         fitting = [segment for segment in self._free() if size <= segment.size <= 4 * size]
-        return min(fitting, key=lambda segment: segment.size, default=None)
+        return min(fitting, key=attrgetter("size"), default=None)
 
     def _make_segment(self, size: int) -> Segment | None:
         # With room to spare, so that it fits messages that grow a little.
         size = max(_MIN_SEGMENT_BYTES, -(-size // mmap.PAGESIZE) * mmap.PAGESIZE)
         if size > self._capacity:
             return None
-        for segment in sorted(self._free(), key=lambda segment: segment.used):
+        for segment in sorted(self._free(), key=attrgetter("used")):
             if self.size + size <= self._capacity and len(self) < MAX_SEGMENTS:
                 break
             self._close(segment)

@@ -7,8 +7,8 @@ else by a message of its own. So there is one copy in and none out. What the sen
 segment is not even copied in, however many peers it is sent to.
 
 A segment is a memfd. Its descriptor goes to each peer once, ahead of the first message that names
-it. If the peer has no room for it, and if the pool is full, frames are used. Messages of one call
-to a group share a segment.
+it. If the peer has no room for it, and if the pool is full, frames are used. Of one that sends too
+many descriptors, a worker closes the earliest. Messages of one call to a group share a segment.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from zrpc.errors import ProtocolError, RpcError, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.holds import Holds, Share
-from zrpc.services.shm.records import NOTE, NUMBER, PLACE, RECORD, Verb, read_records
+from zrpc.services.shm.records import NOTE, Place, Verb, read_records, record
 from zrpc.services.shm.segments import Segment, SegmentPool, aligned
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -114,6 +114,18 @@ class SharedMemoryService(Service, MessageHooks):
             self._carry_buffers(member, message)
 
     @override
+    def memory(self, member: MemberId, size: int) -> Any:
+        """Returns memory in a segment for what is copied from devices, if that is possible."""
+        membership = self.agent.membership
+        if self._closed or size < LEAST_BYTES or member == membership.own_id:
+            return None
+        if not membership.reaches_by_ipc(member):
+            return None
+        with contextlib.suppress(MemoryError, RpcError):
+            return self.hold(size)
+        return None
+
+    @override
     def undo_carry(self, member: MemberId, message: Message) -> None:
         """Retires the segments that a message carries or returns, since it can't be sent.
 
@@ -126,13 +138,11 @@ class SharedMemoryService(Service, MessageHooks):
             return
         with self._lock:
             for tag, data in message.extensions:
-                if tag == Tag.SHARED:
-                    self.pool.retire(NUMBER.unpack_from(data)[0], member)
-                elif tag == Tag.SEGMENTS:
+                if tag == Tag.SEGMENTS:
                     for verb, number in NOTE.iter_unpack(data):
                         verb = Verb.KEEP if verb == Verb.RETURN else verb
                         self._note(member, verb, number)
-                elif tag == Tag.COMMON:
+                elif tag in (Tag.SHARED, Tag.COMMON):
                     for number, _ in read_records(data):
                         self.pool.retire(number, member)
 
@@ -157,43 +167,42 @@ class SharedMemoryService(Service, MessageHooks):
             lent = self._lend_copy(message.buffers, sizes, member)
         if lent is None:
             return  # there was no memory, the peer was lost, or this service is closed
-        number, offsets = lent
+        segment, offsets = lent
         with self._lock:
             self.sent_bytes += sum(sizes)
         message.buffers = ()
-        places = b"".join(map(PLACE.pack, offsets, sizes))
-        message.extensions = [*message.extensions, (Tag.SHARED, NUMBER.pack(number) + places)]
+        shared = Tag.SHARED, record(segment.number, offsets, sizes)
+        message.extensions = [*message.extensions, shared]
+
+    def _lend_held(
+        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
+    ) -> tuple[Segment, list[int]] | None:
+        """Lends the segment in which buffers lie, if this worker holds them in one."""
+        with self._lock:
+            found = self.holds.find(buffers, sizes)
+            return found if found is not None and self._lend_again(found[0], member) else None
 
     def _lend_copy(
         self, buffers: Sequence[Any], sizes: list[int], member: MemberId
-    ) -> tuple[int, list[int]] | None:
-        """Copies buffers into a segment that is lent; returns its number and their offsets."""
-        lent = self._lend(sizes, member)
-        if lent is None:
-            return None
+    ) -> tuple[Segment, list[int]] | None:
+        """Lends a free segment, with a copy of buffers, unless the peer can't have it."""
+        with self._lock:
+            lent = self.pool.lend(sizes, member)
+            if lent is None or not self._introduce(lent[0], member):
+                return None
         segment, offsets = lent
-        there = self._write(segment, offsets, buffers, member)
-        return (segment.number, offsets) if there else None
-
-    def _write(
-        self, segment: Segment, offsets: list[int], buffers: Sequence[Any], borrower: MemberId
-    ) -> bool:
-        """Copies buffers to a segment that was lent for them; returns False if they aren't there.
-
-        Then there was no memory, the borrower was lost, or this service is closed.
-        """
         try:
             for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
         except BaseException as error:
             with self._lock:
-                self.pool.retire(segment.number, borrower)
+                self.pool.retire(segment.number, member)
             if not isinstance(error, OSError):  # frames may find the memory that a segment lacks
                 raise
         finally:
             with self._lock:
                 there = self.pool.written(segment)
-        return there
+        return lent if there else None
 
     # -- one segment for several messages --------------------------------------------------
 
@@ -210,10 +219,9 @@ class SharedMemoryService(Service, MessageHooks):
             segment, memory = self._hold(end, found=False)
             for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
-            places = b"".join(map(PLACE.pack, offsets, sizes))
             with self._lock:
                 self.sent_bytes += sum(sizes)
-            return Share(segment, RECORD.pack(segment.number, len(sizes)) + places, memory)
+            return Share(segment, record(segment.number, offsets, sizes), memory)
         return None
 
     def name_share(self, encoder: Encoder, share: Share) -> int | None:
@@ -236,52 +244,28 @@ class SharedMemoryService(Service, MessageHooks):
         extension.extend(share.record)
         return index
 
-    def _introduce(self, segment: Segment, member: MemberId) -> bool:
-        """Sends a member the descriptor of a segment that was lent, once.
-
-        Takes the segment back, and returns False, if the member has no room. The lock is held.
-        """
-        if member not in segment.known_to:
-            network, own_id = self.agent.network, self.agent.membership.own_id
-            try:
-                place = network.endpoint(member)
-                network.descriptors.send(own_id, place, segment.number, segment.fd)
-            except OSError:
-                self.pool.unused(segment, member)
-                return False
-            segment.known_to.add(member)
-        return True
-
-    def _lend(self, sizes: list[int], member: MemberId) -> tuple[Segment, list[int]] | None:
-        """Lends a free segment, see `SegmentPool.lend`, unless the peer can't have it."""
-        with self._lock:
-            # Under the lock: a peer is marked as lost before `on_member_lost` takes back
-            # what it was lent.
-            if member in self.agent.membership.lost:
-                return None
-            lent = self.pool.lend(sizes, member)
-            return None if lent is None or not self._introduce(lent[0], member) else lent
-
     def _lend_again(self, segment: Segment, member: MemberId) -> bool:
-        """Lends a segment that this worker holds, unless the peer can't have it. The lock is held.
+        """Lends a segment that this worker holds, unless the peer can't have it; with the lock."""
+        return self.pool.lend_held(segment, member) and self._introduce(segment, member)
 
-        Under the lock, as in `_lend`. The peer has the segment before a message names it.
+    def _introduce(self, segment: Segment, member: MemberId) -> bool:
+        """Sends a member the descriptor of a segment that was lent, once, ahead of the message.
+
+        Takes the segment back, and returns False, if the member has no room or is lost. The lock is
+        held: a peer is marked as lost before `on_member_lost` takes back what it was lent.
         """
-        lost = member in self.agent.membership.lost
-        return (
-            not lost and self.pool.lend_held(segment, member) and self._introduce(segment, member)
-        )
-
-    def _lend_held(
-        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
-    ) -> tuple[int, list[int]] | None:
-        """Lends the segment in which buffers lie, if this worker holds them in one."""
-        with self._lock:
-            found = self.holds.find(buffers, sizes)
-            if found is None:
-                return None
-            segment, offsets = found
-            return (segment.number, offsets) if self._lend_again(segment, member) else None
+        network, membership = self.agent.network, self.agent.membership
+        there = member not in membership.lost
+        if there and member not in segment.known_to:
+            place = network.endpoint(member)
+            try:
+                network.descriptors.send(membership.own_id, place, segment.number, segment.fd)
+                segment.known_to.add(member)
+            except OSError:
+                there = False
+        if not there:
+            self.pool.unused(segment, member)
+        return there
 
     def hold(self, size: int) -> Any:
         """Returns a buffer in a segment, for what is sent to many peers, or again and again.
@@ -336,8 +320,7 @@ class SharedMemoryService(Service, MessageHooks):
 
     def _borrow(self, message: Message, data: bytes) -> None:
         """Puts the buffers that came by shared memory into their message."""
-        (number,) = NUMBER.unpack_from(data)
-        places = list(PLACE.iter_unpack(data[NUMBER.size :]))
+        ((number, places),) = read_records(data)
         message.buffers = self._borrow_from(message.sender, number, places)
 
     def _borrow_common(self, message: Message, data: bytes) -> list[list[Any]]:
@@ -348,7 +331,7 @@ class SharedMemoryService(Service, MessageHooks):
         ]
 
     def _borrow_from(
-        self, owner: MemberId, number: int, places: list[tuple[int, int]], private: bool = False
+        self, owner: MemberId, number: int, places: list[Place], private: bool = False
     ) -> list[Any]:
         if not places:
             raise ProtocolError("expected the places of buffers in shared memory, found none")
@@ -446,5 +429,18 @@ class SharedMemoryService(Service, MessageHooks):
                 if service is not None:
                     each.callback(service.loans.keep_all)
 
+    @classmethod
+    def _after_fork(cls) -> None:
+        # Or the memory of segments that the parent closes would stay as long as the child lives.
+        # What the child can read of them stays mapped.
+        for service in [ref() for ref in cls._all.valuerefs()]:
+            if service is not None:
+                service._lock = (
+                    UninterruptedLock()
+                )  # a thread of the parent may have held the other
+                service.close()
 
-os.register_at_fork(before=SharedMemoryService._before_fork)
+
+os.register_at_fork(
+    before=SharedMemoryService._before_fork, after_in_child=SharedMemoryService._after_fork
+)

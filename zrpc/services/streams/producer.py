@@ -27,6 +27,7 @@ import torch
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import CancelScope
+from zrpc.calls.current_device import current_device, device_of, keep_device
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
@@ -205,6 +206,7 @@ class PlainProducer(Producer):
         super().__init__(agent, request, outflow)
         self._generator = generator
         self._context = contextvars.copy_context()
+        self._device = device_of(request)
         # The modes of torch that the generator has set.
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -216,7 +218,7 @@ class PlainProducer(Producer):
         self._scope.rests = False
         while True:
             try:
-                with torch._C._InferenceMode(self._inference):
+                with torch._C._InferenceMode(self._inference), current_device(self._device):
                     torch._C._set_grad_enabled(self._grad)
                     go_on = self._context.run(self._steps)
                     self._inference = torch.is_inference_mode_enabled()
@@ -283,7 +285,7 @@ class AsyncProducer(Producer):
         failure: BaseException | None = None
         try:
             if self._scope.follow(asyncio.current_task()):
-                await self._steps()
+                await keep_device(self._steps(), self._request)
         except BaseException as error:  # SystemExit would end the loop
             failure = error
         try:

@@ -1,0 +1,213 @@
+"""start_mesh in a notebook, which a real kernel runs, and in IPython."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.support.waiting import until
+from zrpc.testing.procfs import state_of
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbclient: pip install -e '.[test]'")
+nbclient = pytest.importorskip("nbclient", reason="needs nbclient: pip install -e '.[test]'")
+pytest.importorskip("ipykernel", reason="needs ipykernel: pip install -e '.[test]'")
+
+SECONDS = 180
+_INTERRUPTED = "# interrupted when its worker has begun"
+_CELLS = {
+    "start": """
+import os, time, zrpc
+mesh = zrpc.start_mesh({"learner": 1, "rollout": 1})
+print(*mesh.pids.values())""",
+    "first": """
+scale = 2
+def work(x):
+    print("working")
+    return scale * x
+class Box:
+    def __init__(self, value):
+        self.value = value
+    def get(self):
+        return self.value
+box = zrpc.remote("rollout0", Box, args=(5,))
+zrpc.rpc_sync("learner0", work, args=(4,)), box.rpc_sync().get(), type(box.to_here()) is Box""",
+    "redefined": """
+scale = 3
+def work(x):
+    return "new", scale * x
+class Box(Box):
+    def get(self):
+        return "new", self.value
+zrpc.rpc_sync("learner0", work, args=(4,)), zrpc.remote(0, Box, args=(6,)).rpc_sync().get()""",
+    "module": """
+%load_ext autoreload
+%autoreload 2
+import pathlib
+file = pathlib.Path("edited_by_the_notebook.py")
+file.write_text("def version(): return 1")
+import edited_by_the_notebook as edited
+zrpc.rpc_sync("rollout0", edited.version)""",
+    "edit": """
+file.write_text("def version(): return 'another'")
+later = time.time() + 5
+os.utime(file, (later, later))""",
+    "edited": """
+edited.version(), zrpc.rpc_sync("rollout0", edited.version)""",
+    "await": """
+await zrpc.rpc_async("rollout0", work, args=(1,))""",
+    "home": """
+hits = []
+def callback(x):
+    hits.append(x)
+def call(function):
+    zrpc.rpc_sync("driver", function, args=(1,))
+    return function
+zrpc.rpc_sync("rollout0", call, args=(callback,)) is callback, hits""",
+    "busy": """
+asked = zrpc.rpc_async("rollout0", lambda: zrpc.rpc_sync("driver", os.getpid))
+while not asked.done():
+    pass
+asked.wait() == os.getpid()""",
+    "flood": """
+def flood():
+    for i in range(20_000):
+        print(i)
+zrpc.rpc_sync("learner0", flood)
+time.sleep(1.5)""",
+    "interrupted": f"""{_INTERRUPTED}
+def wait():
+    print("begun", flush=True)
+    zrpc.current_call().wait_cancelled(60)
+    print("cancelled:", zrpc.current_call().cancelled, flush=True)
+zrpc.rpc_sync("rollout0", wait)""",
+    "after": """
+zrpc.rpc_sync("rollout0", max, args=(1, 2))
+time.sleep(0.5)""",
+    "killed": """
+try:
+    zrpc.rpc_sync("learner0", os.kill, args=(mesh.pids["learner0"], 9))
+except zrpc.WorkerDied as error:
+    print(error)
+mesh.close()
+mesh.close()""",
+    "again": """
+mesh = zrpc.start_mesh(1)
+print(mesh.pids["worker0"])""",
+}
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the cells have shown, by their names."""
+    made = {name: nbformat.v4.new_code_cell(source) for name, source in _CELLS.items()}
+    notebook = nbformat.v4.new_notebook(cells=list(made.values()))
+
+    class Client(nbclient.NotebookClient):  # type: ignore[misc, name-defined]
+        def process_message(self, message: Any, cell: Any, index: int) -> Any:
+            output = super().process_message(message, cell, index)
+            if _INTERRUPTED in cell.source and "begun" in str(message["content"].get("text")):
+                interrupts.append(asyncio.ensure_future(self.km.interrupt_kernel()))
+            return output
+
+    interrupts: list[Any] = []
+    resources = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+    Client(
+        notebook,
+        timeout=SECONDS,
+        allow_errors=True,
+        kernel_name="python3",
+        resources=resources,
+    ).execute()
+    return {name: _Shown(cell) for name, cell in made.items()}
+
+
+class _Shown:
+    """What one cell has shown."""
+
+    def __init__(self, cell: Any) -> None:
+        outputs = cell.outputs
+        self.stdout = "".join(o.text for o in outputs if o.get("name") == "stdout")
+        self.stderr = "".join(o.text for o in outputs if o.get("name") == "stderr")
+        self.result = next((o.data["text/plain"] for o in outputs if "data" in o), None)
+        self.error = next((o.ename for o in outputs if o.output_type == "error"), None)
+
+
+def test_functions_and_classes_of_cells_run_on_workers_and_print_in_the_cell(
+    cells: dict[str, Any],
+) -> None:
+    assert cells["first"].result == "(8, 5, True)"
+    assert cells["first"].stdout == "[learner0] working\n"
+
+
+def test_functions_and_classes_can_be_redefined(cells: dict[str, Any]) -> None:
+    assert cells["redefined"].result == "(('new', 12), ('new', 6))"
+
+
+def test_a_module_that_is_edited_is_reported_once(cells: dict[str, Any]) -> None:
+    assert cells["module"].result == "1"
+    assert cells["edited"].result == "('another', 1)"
+    told = "the module edited_by_the_notebook was edited. Workers that have imported it run its old"
+    assert [name for name, cell in cells.items() if told in cell.stderr] == ["edited"]
+
+
+def test_cells_may_await(cells: dict[str, Any]) -> None:
+    assert cells["await"].result == "('new', 3)"
+
+
+def test_a_callback_that_comes_home_is_the_notebooks_own(cells: dict[str, Any]) -> None:
+    assert cells["home"].result == "(True, [1])"
+
+
+def test_the_driver_serves_calls_while_a_cell_computes(cells: dict[str, Any]) -> None:
+    assert cells["busy"].result == "True"
+
+
+def test_a_flood_is_throttled_and_what_is_left_out_is_counted(cells: dict[str, Any]) -> None:
+    lines = cells["flood"].stdout.splitlines()
+    counts = [int(line.split()[2].replace(",", "")) for line in lines if "left out" in line]
+    assert counts
+    assert len(lines) - len(counts) + sum(counts) == 20_000
+    assert len(lines) < 10_000
+
+
+def test_an_interrupt_cancels_the_call_on_the_worker(cells: dict[str, Any]) -> None:
+    assert cells["interrupted"].error == "KeyboardInterrupt"
+    both = cells["interrupted"].stdout + cells["after"].stdout
+    assert "[rollout0] cancelled: True" in both
+    assert cells["after"].error is None
+
+
+def test_a_worker_that_dies_is_reported_and_the_mesh_can_be_closed(cells: dict[str, Any]) -> None:
+    assert "has exited: SIGKILL" in cells["killed"].stderr
+    assert "learner0 (rank 0) is gone" in cells["killed"].stdout
+    assert cells["again"].error is None
+
+
+def test_workers_end_with_their_kernel(cells: dict[str, Any]) -> None:
+    pids = [*cells["start"].stdout.split(), cells["again"].stdout]
+    until(lambda: all(state_of(int(pid)) == "" for pid in pids))
+
+
+def test_ipython_needs_no_file_and_leaves_without_an_error() -> None:
+    source = """
+import zrpc
+mesh = zrpc.start_mesh(1)
+def f(): return "answer", zrpc.get_worker_info().name
+
+print(zrpc.rpc_sync(0, f))
+print(await zrpc.rpc_async(0, f))
+"""
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        input=source,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("('answer', 'worker0')") == 2, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr

@@ -1,0 +1,137 @@
+"""What the workers of a mesh check of each other's device maps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from zrpc.errors import OptionError
+from zrpc.membership.device_maps import check_device_maps, maps_between
+from zrpc.membership.device_settings import DeviceSettings
+from zrpc.membership.peer_record import PeerRecord
+
+TWO = {"cuda": 2}
+
+
+def record(
+    name: str, counts: dict[str, int] = TWO, maps: Any = None, devices: list[str] | None = None
+) -> PeerRecord:
+    text = DeviceSettings(counts, maps or {}, devices or []).dump()
+    rank = int(name[-1])
+    return PeerRecord(name, rank, 3, f"{rank:032x}", "", "", "", devices=text)
+
+
+def check(*records: PeerRecord, complete: bool = True) -> None:
+    check_device_maps(records, complete)
+
+
+def test_maps_that_fit_are_accepted() -> None:
+    check(record("w0"), record("w1"))
+    swapped = {"cuda:0": "cuda:1", "cuda:1": "cuda:0", "cpu": "cpu"}
+    check(record("w0", maps={"w1": swapped}, devices=["cuda:1", "cuda:0"]), record("w1"))
+    check(record("w0", maps={"w0": {"cuda:0": "cuda:1"}}))
+    check(record("w0", {}, maps={"w1": {"cpu": "xpu:0"}}), record("w1", {"xpu": 1}))
+
+
+WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Node w0 has invalid target node names in its device maps": ({"maps": {"none": {}}}, {}),
+    "Node w0 has source devices with invalid indices in its device map for w1": (
+        {"maps": {"w1": {"cuda:2": "cuda:0"}}},
+        {},
+    ),
+    "Node w0 has target devices with invalid indices in its device map for w1": (
+        {"maps": {"w1": {"cuda:0": "cuda:2"}}},
+        {},
+    ),
+    "Node w0 has duplicated target devices in its device map for w1": (
+        {"maps": {"w1": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}}},
+        {},
+    ),
+    "Node w0 has unexpected source devices in its device map for w1": (
+        {"maps": {"w1": {"cuda:0": "cuda:0"}}, "devices": ["cuda:1"]},
+        {},
+    ),
+    "Node w0 has unexpected target devices in its device map for w1": (
+        {"maps": {"w1": {"cuda:0": "cuda:0"}}},
+        {"devices": ["cuda:1"]},
+    ),
+    "Node w1 has duplicated devices": ({}, {"devices": ["cuda:1", "cuda:1"]}),
+    "Node w1 has devices with invalid indices": ({}, {"devices": ["cuda:2"]}),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_does_not_fit_is_refused_with_the_text_of_torch(text: str) -> None:
+    first, second = WRONG[text]
+    with pytest.raises(OptionError, match=f"^{text}\n"):
+        check(record("w0", **first), record("w1", **second))
+
+
+def test_a_worker_that_lacks_the_type_of_a_device_is_told() -> None:
+    with pytest.raises(ValueError, match=r"target devices with .* w1\n.*\ndevice count = {}"):
+        check(record("w0", maps={"w1": {"cuda:0": "cuda:0"}}), record("w1", {}))
+
+
+def test_a_map_for_all_others_is_checked_with_each_of_them() -> None:
+    maps = {"*": {"cuda:1": "cuda:1"}, "w1": {"cuda:0": "cuda:0"}}
+    one = {"cuda": 1}
+    check(record("w0", maps=maps), record("w1", one), record("w2"))
+    with pytest.raises(ValueError, match=r"target devices with invalid .* for w2"):
+        check(record("w0", maps=maps), record("w1", one), record("w2", one))
+
+
+def test_a_map_may_name_a_worker_that_joins_later() -> None:
+    maps = {"w1": {"cuda:0": "cuda:1"}}
+    check(record("w0", maps=maps), complete=False)
+    with pytest.raises(ValueError, match="target devices with invalid"):
+        check(record("w0", maps=maps), record("w1", {}), complete=False)
+
+
+def test_a_workers_own_map_counts_and_not_that_for_all_others() -> None:
+    one = record("w0", maps={"*": {"cuda:0": "cuda:0"}, "w1": {"cuda:1": "cuda:0"}})
+    maps = maps_between(one, record("w1"))
+    assert maps is not None
+    assert maps[0].targets == {"cuda:1": "cuda:0"}
+    assert maps[0].current == "cuda:0"
+    maps = maps_between(one, record("w2"))
+    assert maps is not None
+    assert maps[0].targets == {"cuda:0": "cuda:0"}
+
+
+def test_answers_take_the_inverse_of_the_callers_map() -> None:
+    caller = record("w0", maps={"w1": {"cuda:0": "cuda:1", "cpu": "cuda:0"}})
+    maps = maps_between(record("w1"), caller)
+    assert maps is not None
+    assert maps[0].targets == {}
+    assert maps[1].targets == {"cuda:1": "cuda:0", "cuda:0": "cpu"}
+
+
+def test_the_first_of_the_callees_devices_is_current_if_a_map_names_several() -> None:
+    caller = record("w0", maps={"w1": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
+    for devices, current in (([], "cuda:0"), (["cuda:1", "cuda:0"], "cuda:1")):
+        maps = maps_between(caller, record("w1", devices=devices))
+        assert maps is not None
+        assert maps[0].current == current
+
+
+def test_workers_without_devices_have_no_maps() -> None:
+    assert maps_between(record("w0", {}), record("w1", {})) is None
+    assert record("w0", {}).devices == ""
+
+
+def test_what_a_record_says_of_devices_arrives() -> None:
+    sent = record("w0", maps={"*": {"cpu": "cuda:1"}}, devices=["cuda:1"])
+    assert PeerRecord.parse(sent.dump()) == sent
+    found = DeviceSettings.parse(sent.devices)
+    assert found == DeviceSettings(TWO, {"*": {"cpu": "cuda:1"}}, ["cuda:1"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["x", "[]", "[1, 2, 3]", '[{"cuda": "x"}, {}, []]', '[{}, {"w": 1}, []]', '[{}, {}, ["no"]]'],
+)
+def test_a_record_with_damaged_devices_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="a peer record has wrong devices"):
+        PeerRecord.parse(replace(record("w0"), devices=text).dump())

@@ -1,0 +1,141 @@
+"""Gradients of tensors on devices: each arrives on the device of its tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+import zrpc.autograd as dist_autograd
+from tests.support.agents import joined
+from zrpc.agent.agent import Agent
+from zrpc.optim import DistributedOptimizer
+from zrpc.testing import fake_device
+
+fake_device()
+ZERO = torch.device("fake:0")
+LARGE = 100_000
+
+
+@pytest.fixture(scope="module")
+def _agents() -> Iterator[list[Agent]]:
+    """worker0 has a map for worker1, which has a map that moves all to the CPU of worker2."""
+    zero = {"device_maps": {"worker1": {"fake:0": "fake:0"}}}
+    one = {"device_maps": {"worker2": {"fake:0": "cpu"}}}
+    with joined(zero, one, {}) as agents:
+        yield agents
+
+
+@pytest.fixture
+def agents(_agents: list[Agent]) -> Iterator[list[Agent]]:
+    """The test itself is worker0."""
+    with _agents[0].as_current():
+        yield _agents
+
+
+def leaf(size: int = 3, device: str = "fake:0") -> torch.Tensor:
+    return torch.ones(size).to(device).requires_grad_()
+
+
+def gradients(loss: Any, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [loss()])
+        found = dist_autograd.get_gradients(context_id)
+        return [found[leaf] for leaf in leaves]
+
+
+def square(x: torch.Tensor) -> torch.Tensor:
+    return x * x
+
+
+def square_on_worker2(x: torch.Tensor) -> torch.Tensor:
+    return rpc.rpc_sync("worker2", square, (x,)) + x
+
+
+@pytest.mark.parametrize("size", [3, LARGE])
+@pytest.mark.usefixtures("agents")
+def test_gradients_arrive_on_the_device_of_their_tensor(size: int) -> None:
+    x = leaf(size)
+    (found,) = gradients(lambda: rpc.rpc_sync("worker1", square, (x,)).sum(), x)
+    assert found.device == ZERO
+    assert torch.equal(found.cpu(), torch.full((size,), 2.0))
+
+
+@pytest.mark.usefixtures("agents")
+def test_they_cross_workers_whose_devices_differ() -> None:
+    x, y = leaf(), leaf(device="cpu")
+
+    def loss() -> torch.Tensor:
+        there = rpc.rpc_sync("worker1", square_on_worker2, (x,))
+        again = rpc.rpc_sync("worker1", square, (there * x,))
+        return again.cpu().sum() + rpc.rpc_sync("worker1", square, (y,)).sum()
+
+    found = gradients(loss, x, y)
+    assert [each.device for each in found] == [ZERO, torch.device("cpu")]
+    # (x**3 + x**2)**2 at 1, and 2 y
+    assert found[0].tolist() == [20.0] * 3
+    assert found[1].tolist() == [2.0] * 3
+
+
+@pytest.mark.usefixtures("agents")
+def test_they_cross_back_and_forth_many_times() -> None:
+    x = leaf()
+
+    def loss() -> torch.Tensor:
+        y = x
+        for _ in range(4):
+            y = rpc.rpc_sync("worker1", torch.mul, (y, 2)) + y * 0
+        return y.sum()
+
+    (found,) = gradients(loss, x)
+    assert found.tolist() == [16.0] * 3
+
+
+def test_a_hook_on_a_device_tensor_may_call_a_worker(agents: list[Agent]) -> None:
+    """It runs in a thread of torch's engine, as nodes of devices do."""
+    x = leaf()
+    called = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        with agents[0].as_current():
+            called.append(rpc.rpc_sync("worker1", square, (gradient.detach(),)).tolist())
+
+    def loss() -> torch.Tensor:
+        y = rpc.rpc_sync("worker1", square, (x,))
+        y.register_hook(hook)
+        return (y * 3).sum()
+
+    gradients(loss, x)
+    assert called == [[9.0] * 3]
+
+
+@pytest.mark.usefixtures("agents")
+def test_an_optimizer_steps_where_the_parameters_are() -> None:
+    model = rpc.remote("worker1", make_linear)
+    parameters = rpc.rpc_sync("worker1", parameters_of, (model,))
+    before = rpc.rpc_sync("worker1", weights_of, (model,))
+    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=0.5)
+    with dist_autograd.context() as context_id:
+        out = model.rpc_sync().forward(torch.ones(2, 3).to("fake:0"))
+        assert out.device == ZERO
+        dist_autograd.backward(context_id, [out.sum()])
+        optimizer.step(context_id)
+    after = rpc.rpc_sync("worker1", weights_of, (model,))
+    assert after.device == ZERO
+    torch.testing.assert_close(after.cpu(), before.cpu() - 1)
+
+
+def make_linear() -> torch.nn.Module:
+    return torch.nn.Linear(3, 2).to("fake:0")
+
+
+def parameters_of(model: Any) -> list[Any]:
+    return [rpc.RRef(each) for each in model.local_value().parameters()]
+
+
+def weights_of(model: Any) -> torch.Tensor:
+    found: torch.Tensor = model.local_value().weight.detach().clone()
+    return found

@@ -1,0 +1,79 @@
+"""Device maps of workers that join a running mesh, or are restarted."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+import zrpc as rpc
+from zrpc.agent.agent import Agent
+from zrpc.testing import fake_device
+
+if TYPE_CHECKING:
+    from tests.services.elastic.conftest import Elastic
+
+pytestmark = pytest.mark.system
+
+
+@pytest.fixture(autouse=True)
+def _device() -> None:
+    fake_device()
+
+
+def mapped(to: str, device: str = "fake:1") -> dict[str, Any]:
+    return {"device_maps": {to: {"fake:0": device}}}
+
+
+def device_of(tensor: torch.Tensor) -> str:
+    return str(tensor.device)
+
+
+def arrives_on(agent: Agent, to: str) -> str:
+    with agent.as_current():
+        tensor = torch.ones(3).to("fake:0")
+        assert rpc.rpc_sync(to, torch.neg, (tensor,)).device == tensor.device
+        return rpc.rpc_sync(to, device_of, (tensor,))
+
+
+def test_maps_hold_for_workers_that_join_later(elastic: Elastic) -> None:
+    first = elastic.join("w0", 0, options=mapped("late"))
+    late = elastic.join("late", options=mapped("*", "cpu"))
+    assert arrives_on(first, "late") == "fake:1"
+    assert arrives_on(late, "w0") == "cpu"
+    elastic.join("other")
+    with pytest.raises(rpc.SerializationError, match="destination other"):
+        arrives_on(first, "other")
+
+
+def test_a_worker_whose_map_does_not_fit_does_not_join(elastic: Elastic) -> None:
+    first = elastic.join("w0", 0)
+    for options, text in (
+        (mapped("w0", "fake:2"), "Node late has target devices with invalid indices"),
+        (mapped("w0", "cuda:0"), r"in its device map for w0\n.*\ndevice count = {'fake': 2}"),
+        ({"devices": ["fake:7"]}, "Node late has devices with invalid indices"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            elastic.join("late", options=options)
+    assert arrives_on(elastic.join("late", options=mapped("w0")), "w0") == "fake:1"
+    assert [info.name for info in first.get_worker_infos()] == ["w0", "late"]
+
+
+def test_a_worker_that_lacks_what_a_map_of_another_names_does_not_join(elastic: Elastic) -> None:
+    elastic.join("w0", 0, options=mapped("late", "fake:5"))
+    with pytest.raises(ValueError, match=r"Node w0 has target devices .* device map for late"):
+        elastic.join("late")
+
+
+def test_a_restarted_worker_is_checked_and_gets_what_its_predecessor_got(
+    elastic: Elastic,
+) -> None:
+    elastic.world_size = 2
+    first, second = elastic.join_all(2, options=mapped("w1"), restarts=0)
+    assert arrives_on(first, "w1") == "fake:1"
+    elastic.crash(second)
+    with pytest.raises(ValueError, match="Node w1 has devices with invalid indices"):
+        elastic.join("w1", 1, options={"devices": ["fake:7"]}, restarts=1)
+    elastic.join("w1", 1, restarts=2)
+    assert arrives_on(first, "w1") == "fake:1"

@@ -1,0 +1,52 @@
+"""A store that remembers what is asked of it."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch.distributed as dist
+
+
+class RecordingStore(dist.Store):
+    """Counts the requests to a store of this process, and remembers what was written.
+
+    Attributes:
+        entries: by key, as they were written last.
+        requests: how many there were, without those that ask only which entries there are.
+        keys_asked: how many keys those have named.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: dict[str, bytes] = {}
+        self.requests = self.keys_asked = 0
+        self._store = dist.HashStore()
+        self._lock = threading.Lock()  # guards the numbers
+
+    def set(self, key: str, value: Any) -> None:
+        self._count()
+        self.entries[key] = value if isinstance(value, bytes) else value.encode()
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        return self._store.get(key)
+
+    def compare_set(self, key: str, expected: str, value: str) -> bytes:
+        self._count()
+        self.entries[key] = found = self._store.compare_set(key, expected, value)
+        return found
+
+    def multi_get(self, keys: list[str]) -> Any:
+        self._count()
+        return self._store.multi_get(keys)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._lock:
+            self.keys_asked += len(keys)
+        return self._store.check(keys)
+
+    def _count(self) -> None:
+        with self._lock:
+            self.requests += 1

@@ -1,0 +1,1 @@
+"""The devices of a worker: which is current while a handler runs."""
