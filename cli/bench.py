@@ -179,7 +179,7 @@ def _check_plot(plot_file: Path | None) -> None:
     from zrpc.bench.plot import can_plot
 
     if not can_plot():
-        raise click.UsageError("--plot needs matplotlib: pip install 'torch-zrpc[bench]'")
+        raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
     if plot_file.suffix not in (".png", ".svg", ".pdf"):
         raise click.UsageError(f"--plot draws a .png, .svg or .pdf, but got {plot_file.name}")
 

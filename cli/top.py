@@ -83,7 +83,7 @@ def _check(sort: str) -> None:
         from .top_tables import SORT_KEYS
     except ImportError as error:
         raise click.ClickException(
-            f"{error}; the tables need rich: pip install 'torch-zrpc[top]', or use --once --json"
+            f"{error}; the tables need rich: pip install rich, or use --once --json"
         ) from error
     if sort not in SORT_KEYS:
         raise click.BadParameter(f"expected one of {', '.join(SORT_KEYS)}", param_hint="--sort")

@@ -38,7 +38,8 @@ LONGEST_TIMEOUT = 1e9
 # init_rpc's deadline if calls have no timeout: no wait is without a deadline.
 _INIT_SECONDS_WITHOUT_RPC_TIMEOUT = 300.0
 
-# The environment variables of two options.
+# The environment variables of options.
+_RPC_TIMEOUT = "ZRPC_RPC_TIMEOUT"
 _INIT_TIMEOUT = "ZRPC_INIT_TIMEOUT"
 _PORT_RANGE = "ZRPC_PORT_RANGE"
 _PORTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", re.ASCII)
@@ -54,7 +55,7 @@ class RpcBackendOptions:
 
     Args:
         rpc_timeout: the default timeout of a call, in seconds or as a ``timedelta``; 0 means no
-            limit.
+            limit. Default: the environment variable ``ZRPC_RPC_TIMEOUT``, or else 60.
         init_method: where the workers meet, as in ``torch.distributed.init_process_group``:
             ``env://``, ``tcp://host:port`` or ``file:///path``.
 
@@ -71,7 +72,10 @@ class RpcBackendOptions:
         try:
             if stand_in.is_active() and isinstance(rpc_timeout, timedelta):
                 raise TypeError("rpc_timeout must be a number of seconds, as in torch since 1.6")
-            self.rpc_timeout = rpc_timeout
+            found = None
+            if rpc_timeout is DEFAULT_RPC_TIMEOUT_SEC:  # the very object: it was not given
+                found = _seconds_in(_RPC_TIMEOUT)
+            self.rpc_timeout = rpc_timeout if found is None else found
         except TypeError as error:
             raise TypeError(f"incompatible constructor arguments: {error}") from None
         self.init_method = init_method
@@ -106,8 +110,9 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     Args:
         num_worker_threads: the number of handlers that may run at once on this worker. A
             handler does not count while it waits for another call.
-        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit. This and all other
-            timeouts may be a ``timedelta``. Longer ones than 1e9 seconds (31 years) count as 1e9.
+        rpc_timeout: the default timeout of a call, in seconds; 0 means no limit. Default: the
+            environment variable ``ZRPC_RPC_TIMEOUT``, or else 60. This and all other timeouts may
+            be a ``timedelta``. Longer ones than 1e9 seconds (31 years) count as 1e9.
         init_method: where the workers meet: ``env://``, ``tcp://host:port``,
             ``file:///path``.
         init_timeout: how long `zrpc.init_rpc` waits for the other workers, in seconds. Default:
@@ -247,7 +252,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     @property
     def init_timeout(self) -> float:
         """How long `zrpc.init_rpc` waits for the other workers, in seconds."""
-        if seconds := self._init_timeout or _init_timeout_of_environment():
+        if seconds := self._init_timeout or _seconds_in(_INIT_TIMEOUT):
             return seconds
         return self.rpc_timeout or _INIT_SECONDS_WITHOUT_RPC_TIMEOUT
 
@@ -372,16 +377,16 @@ def checked_timeout(name: str, seconds: Any) -> float:
     )
 
 
-def _init_timeout_of_environment() -> float:
-    """Returns the seconds in the environment; 0 if there are none."""
-    text = os.environ.get(_INIT_TIMEOUT, "").strip() or "0"
+def _seconds_in(variable: str) -> float | None:
+    """Returns the seconds in an environment variable; None if it is not set, or empty."""
+    text = os.environ.get(variable, "").strip()
+    if not text:
+        return None
     try:
         seconds = float(text)
     except ValueError:
-        raise OptionError(
-            f"expected a number of seconds in {_INIT_TIMEOUT}, found {text!r}"
-        ) from None
-    return checked_timeout(_INIT_TIMEOUT, seconds)
+        raise OptionError(f"expected a number of seconds in {variable}, found {text!r}") from None
+    return checked_timeout(variable, seconds)
 
 
 def _ports(name: str, text: Any) -> range:

@@ -251,6 +251,18 @@ def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
     rpc.shutdown()
 
 
+def test_the_timeout_of_calls_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, seconds in (" 7.5 ", 7.5), ("0", 0.0), ("", 60.0):
+        monkeypatch.setenv("ZRPC_RPC_TIMEOUT", text)
+        assert rpc.ZmqRpcBackendOptions().rpc_timeout == seconds
+        assert rpc.RpcBackendOptions().rpc_timeout == seconds
+        assert rpc.ZmqRpcBackendOptions(rpc_timeout=60).rpc_timeout == 60.0
+        assert rpc.ZmqRpcBackendOptions(rpc_timeout=3).rpc_timeout == 3.0
+    monkeypatch.setenv("ZRPC_RPC_TIMEOUT", "long")
+    with pytest.raises(rpc.OptionError, match="seconds in ZRPC_RPC_TIMEOUT, found 'long'"):
+        rpc.init_rpc("me", rank=0, world_size=2)
+
+
 def test_the_init_timeout_is_by_default_the_timeout_of_calls() -> None:
     assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
     assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0

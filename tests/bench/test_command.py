@@ -111,7 +111,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(plot, "can_plot", lambda: False)
     result = invoke("--plot", "f.png")
     assert result.exit_code == 2
-    assert "pip install 'torch-zrpc[bench]'" in result.output
+    assert "pip install matplotlib" in result.output
 
 
 def test_list_prints_the_names_of_all_rows() -> None:

@@ -27,6 +27,14 @@ def _no_agent_is_left() -> Iterator[None]:
     set_default_agent(None)  # log records would name it
 
 
+opened: list[zrpc.DriverMesh] = []
+
+
+def close() -> None:
+    """Runs on the driver."""
+    opened[0].close()
+
+
 class Lines:
     """A stream without a descriptor, as those of some notebooks."""
 
@@ -98,6 +106,14 @@ class TestOpenMesh:
             return zrpc.rpc_sync("driver", os.getpid)
 
         assert zrpc.rpc_sync("learner0", ask) == os.getpid()
+
+    def test_a_handler_cannot_close_the_mesh_gracefully(self, mesh: zrpc.DriverMesh) -> None:
+        opened.append(mesh)
+        with pytest.raises(zrpc.RpcError, match="waits for all handlers"):
+            zrpc.rpc_sync("driver", close)
+        opened.clear()
+        assert not mesh.closed
+        assert zrpc.rpc_sync("learner0", max, args=(1, 2)) == 2
 
     def test_workers_can_form_a_process_group_by_their_variables(self) -> None:
         def total() -> float:

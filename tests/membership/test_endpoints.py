@@ -195,7 +195,7 @@ def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_hosts_without_a_secret_get_instructions() -> None:
     with Started({}, {}, secret=None) as outcomes:
         advice = "make a file with `zrpc secret FILE`, copy it to each host"
-        refuses(outcomes, AuthenticationError, "they are on 2 host(s)", advice, "ZRPC_SECRET_FILE")
+        refuses(outcomes, AuthenticationError, "they are on 2 hosts", advice, "ZRPC_SECRET_FILE")
 
 
 @pytest.mark.usefixtures("hosts")

@@ -123,7 +123,7 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
     """Returns points for larger meshes, computed from those measured.
 
     What worker 0 uses grows by the same amount with each peer, so a straight line is drawn through
-    the two largest meshes of a library. At the start each worker meets each other one, so its
+    the two largest meshes of a library. At the start each worker reads the records of all, so its
     time is taken to grow with the square of their number. Calls and tensors are left out, as they
     depend on the number of processors. A library with less than two meshes has no points.
     """

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from zrpc.bench.device import name_of_device
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Row, Unit
@@ -42,8 +41,12 @@ def headline(machine: Machine, settings: Settings) -> str:
     """Describes the machine and the run in a few lines."""
     transport = "loopback tcp" if settings.tcp else "each library's default transport"
     rounds = "1 round" if settings.rounds == 1 else f"{settings.rounds} rounds"
-    on_device = f", tensors on {name_of_device(settings.device)}" if settings.device else ""
-    return f"{machine}\n{rounds} of fresh processes in turn, over {transport}{on_device}"
+    lines = f"{machine}\n{rounds} of fresh processes in turn, over {transport}"
+    if not settings.device:
+        return lines
+    from zrpc.bench.device import name_of_device  # it imports torch
+
+    return f"{lines}, tensors on {name_of_device(settings.device)}"
 
 
 def as_text(run: Run) -> str:

@@ -214,23 +214,28 @@ class DriverMesh:
 
         Raises:
             RpcTimeoutError: something was still in progress. The workers are stopped nevertheless.
+            RpcError: a handler or a callback calls this, and can't wait for itself.
         """
         if self.closed:
             return
         with self._lock:
             if self._closed:
                 return
-            hurried = True
+            hurried, processes = True, self._processes
+            if processes is not None:
+                processes.closing = True
             try:
-                if self._processes is not None:
-                    self._processes.end_restarts()
                 self._agent.shutdown(graceful, timeout)
                 hurried = not graceful
             finally:
-                if self._processes is not None:
-                    self._processes.stop(hurried)
-                self._closed = True
-                atexit.unregister(self._close_at_exit)
+                left = self._agent.closed  # a handler can't wait for itself, and is refused
+                if processes is not None and left:
+                    processes.stop(hurried)
+                elif processes is not None:
+                    processes.closing = False
+                if left:
+                    self._closed = True
+                    atexit.unregister(self._close_at_exit)
 
     def _close_at_exit(self) -> None:
         with contextlib.suppress(KeyboardInterrupt):

@@ -58,6 +58,7 @@ class WorkerProcesses:
 
     Attributes:
         directory: private to this mesh, for sockets and the store; it is removed at the end.
+        closing: whether the workers are expected to exit; then only failures are reported.
     """
 
     def __init__(self, roles: Roles, env: Mapping[str, str], max_restarts: int) -> None:
@@ -74,7 +75,7 @@ class WorkerProcesses:
         # Of the present processes, by process id. The thread alone changes it once it runs.
         self._workers: dict[int, Worker] = {}
         self._agent: Agent | None = None  # the driver's, once all have joined
-        self._closing = self._killing = False
+        self.closing = self._killing = False
         self._end_reports: Callable[[], None] = _nothing
         self._suspension = Suspension(self._send)
         self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
@@ -134,16 +135,9 @@ class WorkerProcesses:
         self._end_reports = tell_of_edits(self._output.notice)
         self._suspension.begin()
 
-    def end_restarts(self) -> None:
-        """Expects all workers to exit from now on; only failures are reported."""
-        self._closing = True
-        self._end_reports()
-        self._end_reports = _nothing
-        self._suspension.end()
-
     def _leave(self) -> bool:
         """Whether the workers leave with the driver."""
-        return self._closing or (self._agent is not None and self._agent.closed)
+        return self.closing or (self._agent is not None and self._agent.closed)
 
     def _watch(self) -> None:
         """Runs in the thread, until all workers have exited."""
@@ -193,7 +187,10 @@ class WorkerProcesses:
         Args:
             hurried: whether they get less time, as they have not left the mesh together.
         """
-        self.end_restarts()
+        self.closing = True
+        self._end_reports()
+        self._end_reports = _nothing
+        self._suspension.end()
         try:
             if self._thread.ident is not None:
                 self._thread.join(_HURRIED_EXIT_SECONDS if hurried else _EXIT_SECONDS)

@@ -32,7 +32,7 @@ try:
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 except ImportError as error:
     raise ImportError(
-        "zrpc.integrations.ray needs Ray, which is not installed: pip install 'torch-zrpc[ray]'"
+        "zrpc.integrations.ray needs Ray, which is not installed: pip install ray"
     ) from error
 
 __all__ = ["DRIVER", "RayMesh", "start_mesh"]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import multiprocessing
 import os
 import pickle
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
-from zrpc.launch.interpreter import check_not_imported
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.worker import EnvironmentTemplate, base_environment
 
@@ -22,6 +24,8 @@ __all__ = ["spawn"]
 
 _HOST = "127.0.0.1"
 _THREADS = "OMP_NUM_THREADS"
+# The exit code of a process that has called `spawn` while it imported the main script.
+_NO_GUARD = 78
 
 
 def spawn(
@@ -46,7 +50,8 @@ def spawn(
         join: whether to wait until all of them have exited.
         daemon: whether they are stopped when this process exits.
         start_method: ``spawn``, ``fork`` or ``forkserver``. With ``spawn`` and ``forkserver`` the
-            processes import the main script, so call this under ``if __name__ == "__main__":``.
+            processes import the main script, so call this under ``if __name__ == "__main__":``. A
+            script from standard input needs no guard.
 
     Returns:
         None, or without ``join`` a ``ProcessContext`` with a method ``join(timeout)``.
@@ -55,9 +60,9 @@ def spawn(
         ProcessRaisedException: ``fn`` has failed in a process, and the others were stopped. The
             message has its traceback. It is torch's, as is the next one.
         ProcessExitedException: a process has exited with another code than 0.
+        RuntimeError: it was called without the guard that ``start_method`` needs.
+            `zrpc.start_mesh` needs none.
         ValueError: ``nprocs`` is below 1.
-        RuntimeError: the processes would call this again as they import the main script, or can't
-            import it, since it is read from standard input. `zrpc.start_mesh` needs no import.
 
     Call it in the main thread. With more than one process, each has one thread for torch's
     operators, unless ``OMP_NUM_THREADS`` is set.
@@ -73,24 +78,29 @@ def spawn(
 
     See also ``torch.multiprocessing.spawn``.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        # This process only imports the main script, to run a function of it. The server of
+        # "forkserver" would take another exit for a failure of any kind.
+        sys.stdout.flush()
+        os._exit(_NO_GUARD)
     import torch.multiprocessing  # only now, since it is slow
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
-    if start_method != "fork":
-        _check_main()
     port = ReservedPort()
     template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
     try:
-        context: ProcessContext = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
-            _run, (_Work(fn, tuple(args)), environments), nprocs, False, daemon, start_method
-        )
+        with _main_that_can_be_imported():
+            context: ProcessContext = torch.multiprocessing.start_processes(  # type: ignore[no-untyped-call]
+                _run, (_Work(fn, tuple(args)), environments), nprocs, False, daemon, start_method
+            )
         weakref.finalize(context, port.close)
     except BaseException:
         port.close()
         raise
+    context.join = functools.partial(_join, context.join)  # type: ignore[method-assign]
     if not join:
         return context
     while not context.join():
@@ -98,16 +108,38 @@ def spawn(
     return None
 
 
-def _check_main() -> None:
-    """Raises a RuntimeError if new processes can't import the main script, or are doing so."""
-    check_not_imported("zrpc.spawn")
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    if file and getattr(main, "__spec__", None) is None and not os.path.exists(file):
+def _join(join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+    """Does what ``ProcessContext.join`` does, and says what is wrong if a guard is missing."""
+    from torch.multiprocessing import ProcessExitedException
+
+    try:
+        return join(*args, **kwargs)
+    except ProcessExitedException as error:
+        if error.exit_code != _NO_GUARD:
+            raise
         raise RuntimeError(
-            f"the processes of zrpc.spawn import the main script, but {file} is no file: put the "
-            "script in one, or use start_method='fork' or zrpc.start_mesh"
-        )
+            'expected zrpc.spawn to be called under `if __name__ == "__main__":`, since the new '
+            "processes import the main script, but it was called while they did that; "
+            "zrpc.start_mesh needs no guard"
+        ) from None
+
+
+@contextlib.contextmanager
+def _main_that_can_be_imported() -> Iterator[None]:
+    """Hides the main script from multiprocessing if it is no file, but comes from standard input.
+
+    Its functions then travel by value.
+    """
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or os.path.exists(path):
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = path
 
 
 def _run(

@@ -145,11 +145,15 @@ def _check_security(records: list[PeerRecord], meeting: Meeting) -> None:
     if records[0].public_key and meeting.secret is None:
         # On one host too: its other users can reach the store, and pose as a worker there.
         raise AuthenticationError(
-            "expected a cluster secret, found none. The workers use tcp (they are on "
-            f"{_hosts(records)} host(s)), and without one can't tell a member from a stranger: "
-            f"{MAKE_A_SECRET}. "
+            f"expected a cluster secret, found none. The workers use tcp, {_where(records)}. "
+            f"Without a secret they can't tell a member from a stranger: {MAKE_A_SECRET}. "
             "`zrpc launch` makes one for its own workers"
         )
+
+
+def _where(records: Sequence[PeerRecord]) -> str:
+    hosts = _hosts(records)
+    return f"as they are on {hosts} hosts" if hosts > 1 else "though all of them are on one host"
 
 
 def check_reachable(records: Sequence[PeerRecord]) -> None:

@@ -10,13 +10,11 @@ roster/T/0      rank 0           the records of all: all have come
 roster/T/1      rank 0           the endpoints of all: they have met; or why they have not
 =============== ================ =============================================================
 
-T is the token of rank 0, which it draws at its start. So nothing that is left in a store of an
-earlier mesh (torchrun's outlives it, a file may), and nothing that is written there again, is taken
-for an entry of this one: all entries are signed together with their keys
-(``zrpc.membership.signed_store``). A worker that finds an old rank 0 waits for the next one.
+T is the token of rank 0, which it draws at its start. So nothing that an earlier mesh has left in
+the store, and nothing that is written there again, is taken for an entry of this one: entries are
+signed with their keys (``zrpc.membership.signed_store``). An old rank 0 is waited out.
 
-So a worker makes five requests, however many there are, besides those that ask whether there is an
-entry yet.
+So a worker makes five requests, however many there are, and polls for what it waits for.
 
 A mesh stands for all of its workers or for none. A worker that has answered the roster and gives up
 writes "abandoned" in the place of the next one, unless it is there (an atomic compare_set): what is
@@ -66,11 +64,12 @@ class RendezvousTiming:
     # have died; and how long after its own time is over.
     failure_read_seconds: float = 5.0
     overtime_seconds: float = 0.5
-    # How often rank 0 reads the records that exist while others are missing, and each of the others
-    # that of rank 0.
+    # How often rank 0 reads the records that exist while some are missing, and the others its own.
     look_seconds: float = 0.5
     # How much longer rank 0 waits between two such reads for each rank.
     look_seconds_per_rank: float = 0.02
+    # The longest pause between two polls of a worker, for each rank: all of them poll one store.
+    poll_seconds_per_rank: float = 0.001
 
 
 TIMING = RendezvousTiming()
@@ -275,6 +274,7 @@ class _Guest(_Worker):
         self._is_stranger = False  # the leader that this worker answers
         self._over: set[str] = set()  # the tokens of leaders that this worker can't meet
         self._answered: list[PeerRecord] = []  # the last roster, if this worker is in it
+        self._pause = self._timing.poll_seconds_per_rank * self._record.world_size
         while True:
             try:
                 return self._follow(self._await_leader())
@@ -297,7 +297,9 @@ class _Guest(_Worker):
         token = self._find_leader()
         if not token:
             self._attend(NOBODY)
-            if not wait_for(lambda: bool(self._find_leader()), self._deadline):
+            if not wait_for(
+                lambda: bool(self._find_leader()), self._deadline, longest_pause=self._pause
+            ):
                 raise self._too_late()
             token = self._find_leader()
         return token
@@ -371,8 +373,8 @@ class _Guest(_Worker):
 
         error: Exception
         try:
-            seconds = self._timing.look_seconds
-            if wait_for(lambda: self._entries.check([key]), self._deadline, look, seconds):
+            wait = self._deadline, look, self._timing.look_seconds, self._pause
+            if wait_for(lambda: self._entries.check([key]), *wait):
                 return self._read(token, key)
             error = self._too_late()
         except _LeaderReplaced as replaced:

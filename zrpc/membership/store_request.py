@@ -89,13 +89,17 @@ def wait_for(
     deadline: float,
     look: Callable[[], object] = lambda: None,
     look_seconds: float = math.inf,
+    longest_pause: float = 0.0,
 ) -> bool:
     """Waits until ``done()``, and calls ``look()`` now and then; returns False at the deadline.
+
+    Pauses between two polls are not longer than 50 ms, or than ``longest_pause`` if that is more.
 
     Raises:
         RendezvousError: the launcher stops all workers.
     """
     pause, longest = _PAUSE_SECONDS
+    longest = max(longest, longest_pause)
     next_look = time.monotonic() + look_seconds
     while not done():
         if (now := time.monotonic()) > deadline:

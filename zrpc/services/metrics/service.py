@@ -54,7 +54,7 @@ class MetricsService(Service):
         except ImportError as error:
             raise OptionError(
                 f"{METRICS_PORT} is set, but prometheus-client isn't installed ({error}): "
-                "pip install 'torch-zrpc[metrics]'"
+                "pip install prometheus-client"
             ) from error
         try:
             self._server = start_http_server(port, address, make_registry(self.agent))
