@@ -268,8 +268,7 @@ class Caller:
             # The value of an RRef may be waited for by others than this handler.
             if scope is not None and kind != _REMOTE:
                 call.parent = scope
-            if encoder.to_undo:
-                call.undo = encoder.abort
+            call.undo = encoder.abort if encoder.to_undo else None
             if observation is not None:
                 call.observation = observation
                 observation.packed(call, message)
