@@ -18,12 +18,16 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.testing import Mesh, Operation, fake_device
 
-DEVICE = fake_device()
 SAME = {"fake:0": "fake:0", "fake:1": "fake:1"}
 SMALL, LARGE = 3, 100_000
 SIZES = pytest.mark.parametrize("size", [SMALL, LARGE])
 
 pytestmark = pytest.mark.zrpc(workers=3, options={"device_maps": {"*": SAME}})
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _device() -> None:
+    fake_device()  # not in processes that only collect this file
 
 
 def copies(operations: list[Operation]) -> list[Operation]:
@@ -44,7 +48,7 @@ def there(size: int = SMALL) -> torch.Tensor:
 @SIZES
 def test_a_tensor_is_copied_once_at_each_end(mesh: Mesh, size: int) -> None:
     tensor = there(size)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         assert mesh.run(0, rpc.rpc_sync, 1, torch.numel, (tensor,)) == size
     assert ways(operations) == [("to_cpu", 4 * size), ("from_cpu", 4 * size)]
 
@@ -53,7 +57,7 @@ def test_a_tensor_is_copied_once_at_each_end(mesh: Mesh, size: int) -> None:
 def test_what_is_in_a_message_twice_is_copied_once(mesh: Mesh, size: int) -> None:
     tensor = there(size)
     half = tensor[size // 2 :]
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         first, [second], view = mesh.run(0, rpc.rpc_sync, 1, echo, (tensor, [tensor], half))
     assert ways(operations) == [("to_cpu", 4 * size), ("from_cpu", 4 * size)] * 2
     assert first is second
@@ -64,7 +68,7 @@ def test_what_is_in_a_message_twice_is_copied_once(mesh: Mesh, size: int) -> Non
 @SIZES
 def test_only_the_elements_of_a_view_are_copied(mesh: Mesh, size: int) -> None:
     whole = there(3 * size)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         found = mesh.run(0, rpc.rpc_sync, 1, torch.sum, (whole[size : 2 * size],))
     sent, arrived, *result = copies(operations)
     assert 4 * size <= sent.nbytes <= 4 * size + 64
@@ -76,13 +80,13 @@ def test_only_the_elements_of_a_view_are_copied(mesh: Mesh, size: int) -> None:
 @pytest.mark.zrpc(options={"device_maps": {"*": SAME}, "shared_memory": 0})
 def test_large_tensors_are_copied_as_often_without_shared_memory(mesh: Mesh) -> None:
     tensor = there(LARGE)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         assert torch.equal(mesh.run(0, rpc.rpc_sync, 1, echo, (tensor,)), tensor)
     assert [each.name for each in copies(operations)] == ["to_cpu", "from_cpu"] * 2
 
 
 def test_tensors_on_the_cpu_touch_no_device(mesh: Mesh) -> None:
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         for size in (SMALL, LARGE):
             assert mesh.run(0, rpc.rpc_sync, 1, echo, (torch.ones(size),)).is_cpu
     assert operations == []
@@ -93,7 +97,7 @@ def test_what_a_group_gets_is_copied_to_the_cpu_once(mesh: Mesh) -> None:
         return rpc.rpc_sync(rpc.group([1, 2]), torch.numel, (tensor,))
 
     tensor = there(LARGE)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         assert mesh.run(0, call) == [LARGE, LARGE]
     names = [each.name for each in copies(operations)]
     assert sorted(names) == ["from_cpu", "from_cpu", "to_cpu"]
@@ -115,7 +119,7 @@ def test_the_threads_that_call_and_handle_copy(mesh: Mesh, size: int) -> None:
         return threading.get_ident(), handler
 
     tensor = there(size)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         caller, handler = mesh.run(0, call)
     names = [each.name for each in copies(operations)]
     assert names == ["to_cpu", "from_cpu", "to_cpu", "from_cpu"]
@@ -126,7 +130,7 @@ def test_the_threads_that_call_and_handle_copy(mesh: Mesh, size: int) -> None:
 def test_copies_to_the_device_have_a_stream_of_their_own(mesh: Mesh, size: int) -> None:
     """On the stream that handlers use, they would queue behind a collective that waits."""
     tensor = there(size)
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         mesh.run(0, rpc.rpc_sync, 1, torch.numel, (tensor,))
     [allocated] = [each for each in operations if each.name == "allocate"]
     sent, arrived = copies(operations)
@@ -143,7 +147,7 @@ def test_no_device_is_synchronized(mesh: Mesh) -> None:
         rpc.rpc_sync(2, torch.add, (rref.to_here(), there(LARGE)))
         assert [*rpc.rpc_stream(1, items, (2,))]
 
-    with DEVICE.record() as operations:
+    with fake_device().record() as operations:
         mesh.run(0, call)
     assert copies(operations)
     assert "synchronize" not in {each.name for each in operations}
@@ -195,7 +199,7 @@ def test_an_argument_for_which_there_is_no_memory_is_that_calls_error(
         other = rpc.rpc_async(1, gate.wait_inside, (there(1),))
         gate.await_entry()
         tensor = there(size)
-        with DEVICE.out_of_memory(above=8):
+        with fake_device().out_of_memory(above=8):
             failing = [rpc.rpc_async(1, torch.add, (tensor, 1)) for _ in range(3)]
             small = rpc.rpc_async(1, torch.numel, (torch.ones(size),))
             for each in failing:
@@ -222,7 +226,7 @@ def test_a_result_for_which_there_is_no_memory_is_that_calls_error(mesh: Mesh, s
         late = rpc.rpc_async(1, make_late, (gate, size))
         rref = rpc.remote(1, make_late, (gate, size))
         gate.await_entry(2)
-        with DEVICE.out_of_memory(above=8):
+        with fake_device().out_of_memory(above=8):
             gate.open()
             with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
                 late.wait()
@@ -236,7 +240,7 @@ def test_a_result_for_which_there_is_no_memory_is_that_calls_error(mesh: Mesh, s
 
 
 def test_a_handler_that_finds_no_memory_raises_that_at_the_caller(mesh: Mesh) -> None:
-    with DEVICE.out_of_memory(), pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
+    with fake_device().out_of_memory(), pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
         mesh.run(0, rpc.rpc_sync, 1, there)
     assert mesh.run(0, rpc.rpc_sync, 1, there).tolist() == [0, 1, 2]
 
@@ -252,7 +256,7 @@ def test_an_item_of_a_stream_for_which_there_is_no_memory_is_its_error(mesh: Mes
         stream = rpc.rpc_stream(1, several)
         assert next(stream).tolist() == [0]
         gate.await_entry()
-        with DEVICE.out_of_memory(above=8):
+        with fake_device().out_of_memory(above=8):
             gate.open()
             with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
                 next(stream)
@@ -265,7 +269,7 @@ def test_an_item_of_a_stream_for_which_there_is_no_memory_is_its_error(mesh: Mes
 def test_members_of_a_group_fail_alone(mesh: Mesh) -> None:
     def call() -> None:
         group, tensors = rpc.group([1, 2]), [there(1), there(LARGE)]
-        with DEVICE.out_of_memory(above=64), pytest.raises(rpc.GroupError) as failed:
+        with fake_device().out_of_memory(above=64), pytest.raises(rpc.GroupError) as failed:
             rpc.rpc_sync(group, torch.numel, (rpc.each(tensors),))
         assert [*map(type, failed.value.errors.values())] == [torch.OutOfMemoryError]
         assert failed.value.results == {0: 1}
