@@ -16,7 +16,7 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON, pending, until
 from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
@@ -305,6 +305,41 @@ def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh, gate: Gate) 
     with when_all_leave(mesh, gate):
         pass
     assert waiting.result(SOON) == 7
+
+
+class Slow:
+    """Takes long to be read."""
+
+    read, go = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> Any:
+        return read_slowly, ()
+
+
+def read_slowly() -> None:
+    Slow.read.set()
+    assert Slow.go.wait(SOON)
+
+
+def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh) -> None:
+    """Its callbacks may call."""
+
+    def wait() -> Any:
+        call = rpc.rpc_async(1, Slow)
+        chained = call.then(lambda _: rpc.rpc_sync(1, echo, (7,)))
+        call.wait()
+        return chained.wait()
+
+    waiting = in_thread(mesh, 0, wait)
+    assert Slow.read.wait(SOON)
+    ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
+    try:
+        assert pending(ends[0], 0.3)
+    finally:
+        Slow.go.set()
+    assert waiting.result(SOON) == 7
+    for end in ends:
+        end.result(SOON)
 
 
 @pytest.mark.system

@@ -50,10 +50,10 @@ def double(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     counters.clear()
     yield
-    torch._dynamo.reset()
+    torch.compiler.reset()
 
 
 def compiled(function: Callable[..., Any], **settings: Any) -> Callable[..., Any]:

@@ -108,15 +108,11 @@ def test_a_chosen_row_that_actors_do_not_have_is_measured_without_them() -> None
     assert not row.measured_by("monarch")
 
 
-def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zrpc.cli.bench.find_spec", lambda name: None)
-    result = CliRunner().invoke(main, ["bench", "--against", "ray"])
+@pytest.mark.parametrize("name", ACTOR_LIBRARIES)
+def test_a_library_has_no_choice_of_tcp_and_must_be_installed(name: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "--against", name, "--tcp"])
     assert result.exit_code == 2
-    assert "--against ray needs ray: pip install 'torch-zrpc[ray]'" in result.output
-
-
-def test_actors_have_no_choice_of_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zrpc.cli.bench.find_spec", lambda name: object())
-    result = CliRunner().invoke(main, ["bench", "--against", "monarch", "--tcp"])
-    assert result.exit_code == 2
-    assert "--tcp compares with torch: monarch has no such option" in result.output
+    if importlib.util.find_spec(name) is None:
+        assert f"--against {name} needs {name}: pip install 'torch-zrpc[{name}]'" in result.output
+    else:
+        assert f"--tcp compares with torch: {name} has no such option" in result.output

@@ -427,7 +427,7 @@ class SlowCompletions:
     def __init__(self, calls: PendingCalls, call: PendingCall) -> None:
         self.jobs: list[Any] = []
         self.complete = self.jobs.append
-        self._calls = calls
+        self.calls = calls
         self._waits, self._settled = threading.Lock(), threading.Lock()
         self._waits.acquire()
         self._settled.acquire()
@@ -436,7 +436,7 @@ class SlowCompletions:
 
     def _settle(self, call: PendingCall) -> None:
         self._waits.acquire()
-        self._calls.settle(call.call_id, "outcome")
+        self.calls.settle(call.call_id, "outcome")
         self._settled.release()
 
     def wait(self, call: PendingCall) -> None:

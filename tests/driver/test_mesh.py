@@ -17,6 +17,7 @@ import torch.distributed
 import zrpc
 from tests.support.waiting import until
 from zrpc.agent.current import set_default_agent
+from zrpc.testing import no_leaks
 from zrpc.testing.procfs import state_of
 
 
@@ -166,6 +167,13 @@ def test_a_worker_that_cannot_start_ends_the_start_with_its_error(
     assert "OptionError" in errors.text
     assert time.monotonic() - started < zrpc.ZmqRpcBackendOptions().init_timeout
     assert not zrpc.is_initialized()
+
+
+def test_nothing_is_left_after_the_end() -> None:
+    with no_leaks():
+        with zrpc.start_mesh(1, max_restarts=1):
+            assert zrpc.rpc_sync(0, torch.ones, args=(300_000,)).sum() == 300_000
+        set_default_agent(None)
 
 
 def test_an_error_in_the_block_stops_workers_in_spite_of_what_they_do() -> None:

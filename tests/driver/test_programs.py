@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +50,7 @@ def start(*command: str, runtime: Path, stdin: int = subprocess.PIPE) -> subproc
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        process_group=0,  # one whose parent watches it can be suspended
     )
 
 
@@ -82,6 +85,28 @@ def test_a_child_that_imports_the_script_is_told_of_the_guard(
     out, err = process.communicate("", SECONDS)
     assert out.split() == ["1", "2"]
     assert "zrpc.start_mesh was called again by a process" in err
+
+
+_SUSPENDED = """\
+import os, zrpc
+options = zrpc.ZmqRpcBackendOptions(heartbeat_timeout=2)
+with zrpc.start_mesh(1, rpc_backend_options=options) as mesh:
+    print(*mesh.pids.values(), flush=True)
+    input()
+    print(zrpc.rpc_sync(0, max, args=(1, 2)))
+"""
+
+
+def test_workers_are_suspended_with_the_driver(runtime: Path) -> None:
+    process = start("-c", _SUSPENDED, runtime=runtime)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    process.send_signal(signal.SIGTSTP)
+    until(lambda: state_of(worker) == state_of(process.pid) == "T")
+    time.sleep(4)  # longer than the time-out of heartbeats
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate("\n", SECONDS)
+    assert (out, err) == ("2\n", "")
 
 
 _LEFT_BY_FORCE = """\

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
 
@@ -17,9 +17,11 @@ RPC = "torch.distributed.rpc"
 
 
 @pytest.fixture(autouse=True)
-def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_search_path() -> Iterator[None]:
     """Lets a check add the program's directory."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = list(sys.path)
+    yield
+    sys.path[:] = before
 
 
 def test_names_are_found_by_what_a_file_calls_them() -> None:

@@ -9,19 +9,22 @@ import torch.distributed as dist
 
 
 class RecordingStore(dist.Store):
-    """Counts the requests to a store of this process, and remembers what was written.
+    """Counts the requests to a store, and remembers what was written.
+
+    Args:
+        store: default: a new one of this process.
 
     Attributes:
         entries: by key, as they were written last.
-        requests: how many there were, without those that ask only which entries there are.
+        requests: how many there were, without those that poll.
         keys_asked: how many keys those have named.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, store: dist.Store | None = None) -> None:
         super().__init__()
         self.entries: dict[str, bytes] = {}
         self.requests = self.keys_asked = 0
-        self._store = dist.HashStore()
+        self._store = store or dist.HashStore()
         self._lock = threading.Lock()  # guards the numbers
 
     def set(self, key: str, value: Any) -> None:
@@ -39,14 +42,22 @@ class RecordingStore(dist.Store):
         return found
 
     def multi_get(self, keys: list[str]) -> Any:
-        self._count()
+        self._count_keys(keys)
         return self._store.multi_get(keys)
 
     def check(self, keys: list[str]) -> bool:
-        with self._lock:
-            self.keys_asked += len(keys)
+        self._count_keys(keys)
         return self._store.check(keys)
 
+    def step(self) -> None:
+        """Is called before each request."""
+
+    def _count_keys(self, keys: list[str]) -> None:
+        self.step()
+        with self._lock:
+            self.keys_asked += len(keys)
+
     def _count(self) -> None:
+        self.step()
         with self._lock:
             self.requests += 1

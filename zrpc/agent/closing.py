@@ -68,11 +68,16 @@ class Closing:
             or len(agent.caller.calls)
             or agent.pool.active
             or agent.completions.active
-            or not (all(service.idle() for service in agent.services) or self._waits_in_vain())
+            or not (self._rests() or self._waits_in_vain())
         )
 
+    def _rests(self) -> bool:
+        """Whether no thread reads an answer, and the services wait for nothing."""
+        agent = self._agent
+        return not agent.caller.calls.handed and all(each.idle() for each in agent.services)
+
     def _waits_in_vain(self) -> bool:
-        """Whether what services wait for may be lost with a connection: nothing has come lately."""
+        """Whether what these wait for may never come: no message has come lately."""
         received = sum(self._agent.dispatcher.received.values())
         return self._quiescence.lasted(received) > self._shutdown.timing.services
 

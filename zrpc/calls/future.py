@@ -17,6 +17,7 @@ from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
+from zrpc.calls.pending_calls import PendingCalls
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (
@@ -46,6 +47,8 @@ S = TypeVar("S")
 
 class Calling(Protocol):
     """Makes calls; see `zrpc.calls.caller.Caller`."""
+
+    calls: PendingCalls
 
     def wait(self, call: PendingCall) -> None:
         """Waits until a call is settled."""
@@ -409,7 +412,10 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         self._cancelled = isinstance(outcome, RpcCancelledError)
         self._claim()
         self._call = None
-        self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
+        try:
+            self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
+        finally:
+            self._calling.calls.handed.discard(call)
 
     def _complete_from(self, decode: Callable[[], T], held: bool = False) -> None:
         """Makes the value; if Ctrl-C or another signal interrupts that, another thread does it."""

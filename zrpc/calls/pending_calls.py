@@ -87,6 +87,8 @@ class PendingCalls:
         # the cancel scopes is taken while it is held.
         self._lock = threading.Lock()
         self.by_id: dict[int, PendingCall] = {}
+        # Settled ones whose futures the threads that wait for them complete, until they have.
+        self.handed: set[PendingCall] = set()
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
@@ -195,6 +197,8 @@ class PendingCalls:
                 elif not window.used and window.caller is not None:  # it may not call any more
                     del self._windows[window.peer, window.caller]
             call.state = _SETTLED if call.state is _SENDING else _UNSENT
+            if call.follower is not None and call.waiters:
+                self.handed.add(call)
         if type(outcome) is Message:
             failed = outcome.kind == _ERROR
         else:

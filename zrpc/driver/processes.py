@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from zrpc.agent.agent import Agent
 from zrpc.driver.console import StreamConsole
 from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
+from zrpc.driver.suspension import Suspension
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.launch.interpreter import check_not_imported
@@ -74,6 +76,7 @@ class WorkerProcesses:
         self._agent: Agent | None = None  # the driver's, once all have joined
         self._closing = self._killing = False
         self._end_reports: Callable[[], None] = _nothing
+        self._suspension = Suspension(self._send)
         self._thread = threading.Thread(target=self._watch, name="zrpc-driver", daemon=True)
 
     @property
@@ -129,12 +132,14 @@ class WorkerProcesses:
         """Reports, or starts again, workers that exit from now on: all have joined the driver."""
         self._agent = agent
         self._end_reports = tell_of_edits(self._output.notice)
+        self._suspension.begin()
 
     def end_restarts(self) -> None:
         """Expects all workers to exit from now on; only failures are reported."""
         self._closing = True
         self._end_reports()
         self._end_reports = _nothing
+        self._suspension.end()
 
     def _leave(self) -> bool:
         """Whether the workers leave with the driver."""
@@ -174,6 +179,12 @@ class WorkerProcesses:
         else:
             self._output.notice(f"zrpc: {what}; calls to it raise WorkerDied")
 
+    def _send(self, number: int) -> None:
+        """Sends a signal to all workers, and to the processes in their groups."""
+        for pid in [*self._workers]:
+            with contextlib.suppress(LaunchError):
+                self._starter.send_signal(pid, number, group=True)
+
     def stop(self, hurried: bool) -> None:
         """Waits for the workers to exit, kills those that don't soon, and releases everything.
 
@@ -187,9 +198,7 @@ class WorkerProcesses:
             if self._thread.ident is not None:
                 self._thread.join(_HURRIED_EXIT_SECONDS if hurried else _EXIT_SECONDS)
                 self._killing = True
-                for pid in [*self._workers]:
-                    with contextlib.suppress(LaunchError):
-                        self._starter.send_signal(pid, 9, group=True)
+                self._send(signal.SIGKILL)
                 self._thread.join(_KILL_SECONDS)
         finally:
             self._starter.close()

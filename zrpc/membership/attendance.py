@@ -12,12 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
-from zrpc.membership.missing_ranks import (
-    describe_hosts,
-    describe_missing,
-    describe_places,
-    rank_ranges,
-)
+from zrpc.membership.missing_ranks import describe_hosts, describe_missing, describe_places
 from zrpc.membership.peer_record import PeerRecord, is_token
 from zrpc.membership.signed_store import SignedStore
 
@@ -93,9 +88,10 @@ class Attendance:
 
     def leave(self) -> None:
         """Writes that this worker waits no longer, unless another one has taken its place."""
-        other = self.present()
+        key = self.key(self._own.rank)
+        entry, other = self._entries.get_raw(key), self.present()
         if other is not None and other.record.token == self._own.token:
-            self.write(Arrival(self._own, left=True))
+            self._entries.replace(key, entry, Arrival(self._own, left=True).dump())
 
     def present(self) -> Arrival | None:
         """Returns what is in the place of this worker's record; None if it is refused."""
@@ -114,6 +110,11 @@ class Attendance:
         }
         others = set(range(self._own.world_size)) - {self._own.rank}
         return sorted(others - ready)
+
+    def late(self, left: bool) -> list[PeerRecord]:
+        """Returns the records of absent workers that have come: that left, or that don't answer."""
+        came = [self.came[rank] for rank in self.absent if rank in self.came]
+        return [arrival.record for arrival in came if arrival.left is left]
 
     def complete(self) -> bool:
         """Reads the records once there is one for each rank; returns whether all are ready."""
@@ -172,9 +173,8 @@ class Attendance:
         if not self.refused:
             return None
         rank, error = next(iter(self.refused.items()))
-        ranks = f"rank{'s' if len(self.refused) > 1 else ''} {rank_ranges(self.refused)}"
         return AuthenticationError(
-            f"{expected} but what claims to be {ranks} was refused{note}. Rank {rank}: {error}"
+            f"{expected} but what claims to be rank {rank} was refused{note}: {error}"
         )
 
     def missing(self, expected: str) -> RpcError | None:

@@ -33,18 +33,19 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
-from zrpc.membership.launched import stop_error
 from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
+from zrpc.membership.store_request import wait_for
 
 __all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
 
@@ -55,10 +56,6 @@ _MET = "met"  # the endpoints
 _FAILED, _STRANGER = "failed", "stranger"  # the text of a RendezvousError, an AuthenticationError
 _ABANDONED = "abandoned"  # nothing
 _MAX_ROSTER_BYTES = 1 << 23  # more than 4096 records; TCPStore takes no longer entry
-# The store is polled with a pause that grows from the first number to the second. Its own wait()
-# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
-# network error, and FileStore's polls once a second.
-_PAUSE_SECONDS = (0.001, 0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,14 +78,6 @@ TIMING = RendezvousTiming()
 
 class StoreLost(RendezvousError):
     """The connection to the store was lost before its mesh stood; it may be an earlier mesh's."""
-
-
-class _Failed(Exception):
-    """There is no mesh, and the others must be told."""
-
-    def __init__(self, error: RpcError) -> None:
-        super().__init__(error)
-        self.error = error
 
 
 class _LeaderReplaced(Exception):
@@ -124,12 +113,10 @@ def meet(
         AuthenticationError: workers have different secrets, or only some have one; an entry in the
             store is not from one of them.
     """
-    place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
-    entries = SignedStore(store, secret, time.monotonic() + timeout)
     with store_errors():
         if record.rank:
-            return _Guest(entries, record, timeout, timing, place, listen).run()
-        return _Leader(entries, record, timeout, timing, place, listen).run(check)
+            return _Guest(store, record, timeout, secret, timing, listen).run()
+        return _Leader(store, record, timeout, secret, timing, listen).run(check)
 
 
 @contextlib.contextmanager
@@ -152,23 +139,23 @@ class _Worker:
 
     def __init__(
         self,
-        entries: SignedStore,
+        store: Store,
         record: PeerRecord,
         timeout: float,
+        secret: ClusterSecret | None,
         timing: RendezvousTiming,
-        place: str,
         listen: Callable[[list[PeerRecord]], str],
     ) -> None:
-        self._entries = entries
-        self._record = record
-        self._deadline = time.monotonic() + timeout
-        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
+        place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
         another = "is that of another mesh: give each mesh a MASTER_PORT of its own"
         self._note = f" (or the store{place} {another})" if place else ""
+        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
+        self._record = record
+        self._deadline = time.monotonic() + timeout
+        self._entries = SignedStore(store, secret, self._deadline)
+        self._attendance = Attendance(self._entries, record, record.token)
         self._timing = timing
         self._listen = listen
-        self._next_look = time.monotonic() + timing.look_seconds
-        self._attendance = Attendance(entries, record, NOBODY if record.rank else record.token)
         self._failure: RpcError | None = None  # why this worker can't listen
 
     def _answer(self, records: list[PeerRecord], number: int) -> Arrival:
@@ -180,24 +167,20 @@ class _Worker:
             self._failure = error
             return Arrival(self._record, answers=number, trouble=str(error))
 
-    def _decide(self, key: str, *finding: str) -> list[str]:
-        """Writes a finding unless there is one; returns the one that counts."""
+    def _decide(self, key: str, *finding: str) -> str:
+        """Writes a finding unless there is one; returns what counts."""
         text = self._entries.get_or_set(key, json.dumps(finding), _MAX_ROSTER_BYTES)
-        return _parsed(text)
+        return str(_parsed(text)[0])
 
-    def _is_time_to_look(self, pause: float) -> bool:
-        now = time.monotonic()
-        if now < self._next_look:
-            return False
-        self._next_look = now + pause
-        return True
-
-    def _left(self, records: Iterable[PeerRecord]) -> RendezvousError:
+    def _left(self, records: list[PeerRecord]) -> RendezvousError:
         infos = [record.info for record in records]
         return RendezvousError(
             f"{self._expected} but {infos} left again, do not answer, or are from an earlier run"
             f"{self._note}: start them again"
         )
+
+    def _leader_in(self, entry: bytes) -> PeerRecord:
+        return PeerRecord.parse(self._entries.verified(_LEADER, entry))
 
     def _not_unique(self, other: PeerRecord) -> RendezvousError:
         places = describe_places([self._record, other])
@@ -212,56 +195,55 @@ class _Leader(_Worker):
         self._entries.set(_LEADER, self._record.dump())
         for number in itertools.count():
             key = f"roster/{self._record.token}/{number}"
-            try:
-                self._gather()
-                came = [attendance.came[rank] for rank in range(1, self._record.world_size)]
-                records = [arrival.record for arrival in (own, *came)]
-                tokens = {record.token for record in records}
-                met = attendance.asked[0] == tokens
-                if met:
-                    _check([own, *came], check)
-            except _Failed as failed:
-                self._tell(key, failed.error)
-                raise self._failure or failed.error from None
+            error = self._gather()
+            arrivals = [own, *(attendance.came[rank] for rank in sorted(attendance.came))]
+            records = [arrival.record for arrival in arrivals]
+            tokens = {record.token for record in records}
+            met = attendance.asked[0] == tokens
+            error = error or (_flaw(arrivals, check) if met else None)
+            if error is not None:
+                self._tell(key, error)
+                raise self._failure or error
             values = [record.endpoint if met else record.dump() for record in records]
-            verb, *_ = self._decide(key, _MET if met else _ROSTER, *values)
+            verb = self._decide(key, _MET if met else _ROSTER, *values)
             if verb == _MET:
                 return records
+            attendance.asked = (tokens, number) if verb == _ROSTER else (set(), -1)
             if verb == _ROSTER:
-                attendance.asked = tokens, number
                 own = self._answer(records, number)
-            else:
-                attendance.asked = set(), -1
         raise AssertionError
 
-    def _gather(self) -> None:
-        """Waits until all have come, and those in the last roster have answered it."""
+    def _gather(self) -> RpcError | None:
+        """Waits until all have come, and those in the last roster have answered it.
+
+        Returns why there can't be a mesh; None if there may be one.
+        """
         attendance, timing = self._attendance, self._timing
         pause = max(timing.look_seconds, timing.look_seconds_per_rank * self._record.world_size)
 
-        def complete() -> bool:
-            found = attendance.complete()
-            if not found and self._is_time_to_look(pause):
-                self._look_at_leader()
-                attendance.look()
-            if attendance.refused:
-                raise _Failed(attendance.mutual_refusal())
-            return found
-
-        error = None
-        if not wait_for(complete, self._deadline):
+        def look() -> None:
+            self._look_at_leader()
             attendance.look()
-            error = attendance.missing(self._expected) or self._left(
-                attendance.came[rank].record for rank in attendance.absent
-            )
-        if (error := attendance.misfit(self._expected, self._note) or error) is not None:
-            raise _Failed(error)
+
+        def done() -> bool:
+            return attendance.complete() or bool(attendance.refused)
+
+        complete = wait_for(done, self._deadline, look, pause)
+        if attendance.refused:
+            return attendance.mutual_refusal()
+        if not complete:
+            attendance.look()
+        why = attendance.misfit(self._expected, self._note)
+        if why is None and not complete:
+            late = attendance.late(False) or attendance.late(True)
+            why = attendance.missing(self._expected) or self._left(late)
+        return why
 
     def _look_at_leader(self) -> None:
         """Raises an error if another worker has taken the place of this one."""
         own = self._record
         try:
-            found = _leader_in(self._entries, self._entries.get_raw(_LEADER))
+            found = self._leader_in(self._entries.get_raw(_LEADER))
         except (AuthenticationError, ValueError) as error:
             raise AuthenticationError(
                 f"the record of worker {own.name} (rank 0) was replaced: {error}"
@@ -280,7 +262,7 @@ class _Leader(_Worker):
         overtime = max(self._deadline, now + timing.overtime_seconds)
         kind = _STRANGER if isinstance(error, AuthenticationError) else _FAILED
         with contextlib.suppress(RuntimeError, OSError):
-            if self._decide(key, kind, str(error))[0] == kind and keys:
+            if self._decide(key, kind, str(error)) == kind and keys:
                 until = min(now + timing.failure_read_seconds, overtime)
                 wait_for(lambda: self._entries.check(keys), until)
 
@@ -289,7 +271,8 @@ class _Guest(_Worker):
     """Another worker than rank 0."""
 
     def run(self) -> list[PeerRecord]:
-        self._leader: PeerRecord | None = None  # as it was found last, unless it is refused
+        self._leader: PeerRecord | None = None  # the last one that was not refused
+        self._is_stranger = False  # the leader that this worker answers
         self._over: set[str] = set()  # the tokens of leaders that this worker can't meet
         self._answered: list[PeerRecord] = []  # the last roster, if this worker is in it
         while True:
@@ -324,18 +307,18 @@ class _Guest(_Worker):
             return ""
         entry = self._entries.get_raw(_LEADER)
         try:
-            self._leader = _leader_in(self._entries, entry)
+            self._leader = self._leader_in(entry)
             self._attendance.refused.pop(0, None)
         except (AuthenticationError, ValueError) as error:
-            self._leader = None
             self._attendance.refuse(0, error)
         token = claimed_token(entry)
         return "" if token in self._over else token
 
     def _follow(self, token: str) -> list[PeerRecord]:
         """Goes by the rosters of a leader."""
+        self._is_stranger = 0 in self._attendance.refused
         late = self._entries.check([f"roster/{token}/0"])
-        if late and self._attendance.refused:
+        if late and self._is_stranger:
             self._over.add(token)
             raise _LeaderReplaced
         self._attend(token)
@@ -349,7 +332,7 @@ class _Guest(_Worker):
                 pairs = zip(self._answered, values, strict=True)
                 return [replace(record, endpoint=endpoint) for record, endpoint in pairs]
             if verb == _ROSTER:
-                self._on_roster(_records(values), number)
+                self._on_roster(values, number)
             elif verb == _ABANDONED:
                 self._answered = []
             else:  # of an earlier mesh, or of another one
@@ -363,16 +346,18 @@ class _Guest(_Worker):
         Raises:
             RendezvousError: another worker of this rank has come later.
         """
-        self._answered = []
+        attendance, self._answered = self._attendance, []
         if any(record.token == self._record.token for record in records):
             self._answered = records
-            self._attendance.write(self._answer(records, number))
+            attendance.asked = {record.token for record in records}, number
+            attendance.came = {0: Arrival(records[0], answers=number)}
+            attendance.write(self._answer(records, number))
         else:
-            last = self._attendance.present()
+            last = attendance.present()
             if last is not None and last.record.token != self._record.token:
                 raise self._not_unique(last.record)
 
-    def _await(self, token: str, key: str) -> list[str]:
+    def _await(self, token: str, key: str) -> list[Any]:
         """Waits for a roster; writes that this worker gives up if it comes too late.
 
         Raises:
@@ -380,31 +365,26 @@ class _Guest(_Worker):
             RendezvousError: it is too late.
         """
 
-        def written() -> bool:
-            if self._entries.check([key]):
-                return True
-            look = self._is_time_to_look(self._timing.look_seconds)
-            if look and self._find_leader() not in ("", token):
+        def look() -> None:
+            if self._find_leader() not in ("", token):
                 raise _LeaderReplaced
-            return False
 
         error: Exception
         try:
-            if wait_for(written, self._deadline):
+            seconds = self._timing.look_seconds
+            if wait_for(lambda: self._entries.check([key]), self._deadline, look, seconds):
                 return self._read(token, key)
             error = self._too_late()
         except _LeaderReplaced as replaced:
             error = replaced
-        if self._answered:
-            finding = self._decide(key, _ABANDONED)
-            if finding[0] not in (_ABANDONED, _ROSTER):
-                return finding
+        if self._answered and self._decide(key, _ABANDONED) not in (_ABANDONED, _ROSTER):
+            return self._read(token, key)
         if not isinstance(error, _LeaderReplaced):
             self._attendance.leave()
         raise error
 
-    def _read(self, token: str, key: str) -> list[str]:
-        if self._attendance.refused:
+    def _read(self, token: str, key: str) -> list[Any]:
+        if self._is_stranger:
             self._entries.set(f"heard/{token}/{self._record.rank}", "1")
             raise self._attendance.mutual_refusal()
         entry = self._entries.get_raw(key)
@@ -413,13 +393,15 @@ class _Guest(_Worker):
     def _too_late(self) -> RpcError:
         """Returns why there is no mesh at the deadline."""
         attendance, leaders = self._attendance, [self._leader] if self._leader else []
-        if not self._answered:
-            attendance.look()
-            attendance.read([self._record.rank])  # another worker may have the same rank
-        misfit = attendance.misfit(self._expected, self._note)
-        if misfit is None and any(leader.token in self._over for leader in leaders):
-            return self._left(leaders)
-        return misfit or attendance.missing(self._expected) or self._left(leaders)
+        attendance.look()
+        attendance.read([self._record.rank])  # another worker may have the same rank
+        if misfit := attendance.misfit(self._expected, self._note):
+            return misfit
+        if not any(leader.token in self._over for leader in leaders):
+            if missing := attendance.missing(self._expected):
+                return missing
+            leaders = attendance.late(False) or leaders + attendance.late(True)
+        return self._left(leaders)
 
     def _store_lost(self, error: Exception) -> RpcError:
         """Returns the error for a lost store, with what explains more than that."""
@@ -436,64 +418,31 @@ class _Guest(_Worker):
         return StoreLost(f"{misfit}; then the store was lost: {error}")
 
 
-def wait_for(done: Callable[[], bool], deadline: float) -> bool:
-    """Waits until ``done()``; returns False at the deadline.
-
-    Raises:
-        RendezvousError: the launcher stops all workers.
-    """
-    pause, longest = _PAUSE_SECONDS
-    while not done():
-        if time.monotonic() > deadline:
-            return False
-        if (error := stop_error()) is not None:
-            raise error
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    return True
-
-
-def _leader_in(entries: SignedStore, entry: bytes) -> PeerRecord:
-    return PeerRecord.parse(entries.verified(_LEADER, entry))
-
-
-def _parsed(text: str) -> list[str]:
-    """Returns what is known at a roster, and the values that belong to it."""
+def _parsed(text: str) -> list[Any]:
+    """Returns what is known at a roster, and the records or texts that belong to it."""
     try:
-        verb, *values = map(str, json.loads(text))
+        verb, *values = json.loads(text)
+        parse: Callable[[Any], object] = PeerRecord.parse if verb == _ROSTER else str
+        return [verb, *map(parse, values)]
     except (ValueError, TypeError, RecursionError) as error:
         raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
-    return [verb, *values]
 
 
-def _records(values: list[str]) -> list[PeerRecord]:
-    try:
-        return [PeerRecord.parse(text) for text in values]
-    except ValueError as error:
-        raise AuthenticationError(f"expected a roster, found another entry: {error}") from None
-
-
-def _check(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> None:
-    """Raises a _Failed if these workers can't form a mesh."""
+def _flaw(arrivals: list[Arrival], check: Callable[[list[PeerRecord]], None]) -> RpcError | None:
+    """Returns why these workers can't form a mesh; None if they can."""
     by_name: dict[str, PeerRecord] = {}
+    for record in (arrival.record for arrival in arrivals):
+        if (other := by_name.setdefault(record.name, record)) is not record:
+            ranks = f"ranks {other.rank} and {record.rank}"
+            return RendezvousError(f"worker name {record.name} is not unique: {ranks} both have it")
     for arrival in arrivals:
-        record = arrival.record
-        other = by_name.setdefault(record.name, record)
-        if other is not record:
-            raise _Failed(
-                RendezvousError(
-                    f"worker name {record.name} is not unique: ranks {other.rank} and "
-                    f"{record.rank} both have it"
-                )
-            )
         if arrival.trouble:
-            raise _Failed(
-                RendezvousError(
-                    f"expected all workers to publish where they listen, but {record.info} on "
-                    f"{record.host} failed: {arrival.trouble}"
-                )
+            return RendezvousError(
+                f"expected all workers to publish where they listen, but {arrival.record.info} on "
+                f"{arrival.record.host} failed: {arrival.trouble}"
             )
     try:
         check([arrival.record for arrival in arrivals])
     except RpcError as error:
-        raise _Failed(error) from error
+        return error
+    return None

@@ -112,11 +112,6 @@ class SignedStore:
         """
         return self.verified(key, self.get_raw(key))
 
-    def get_all(self, keys: Sequence[str]) -> list[str]:
-        """Returns the values of entries that exist; errors as `get`."""
-        entries = self.get_all_raw(keys)
-        return [self.verified(*pair) for pair in zip(keys, entries, strict=True)]
-
     def get_raw(self, key: str) -> bytes:
         """Returns an entry that exists, unverified."""
         return bytes(self._ask(self._store.get, key))

@@ -1,4 +1,4 @@
-"""A request to a store: a thread waits for its answer only until a deadline, and nothing is logged.
+"""Requests to a store: none is waited for beyond a deadline, and nothing is logged.
 
 TCPStore waits for its host's answer in C++, without limit, and past Ctrl-C. A host that is stopped,
 or cut off, would hold up all the workers that meet in its store.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import threading
 import time
@@ -23,10 +24,11 @@ from typing import TypeVar
 import torch
 
 from zrpc.errors import RendezvousError
+from zrpc.membership.launched import stop_error
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["ask"]
+__all__ = ["ask", "wait_for"]
 
 T = TypeVar("T")
 
@@ -34,6 +36,10 @@ T = TypeVar("T")
 _LEAST_SECONDS = 1.0
 # How long a thread that is interrupted waits for an answer that is almost there.
 _MOMENT_SECONDS = 0.2
+# The store is polled with a pause that grows from the first number to the second. Its own wait()
+# would be an event to await, but Ctrl-C does not end it, TCPStore logs each timeout of it as a
+# network error, and FileStore's polls once a second.
+_PAUSE_SECONDS = (0.001, 0.05)
 _ERROR, _FATAL = 2, 3  # torch's levels: 0 is INFO, 1 is WARNING
 
 # Guards the number below and the changes of torch's level.
@@ -76,6 +82,32 @@ def ask(call: Callable[[], T], deadline: float | None, errors: bool = True) -> T
             "stopped, or the network to it is cut"
         )
     return answer.result()
+
+
+def wait_for(
+    done: Callable[[], bool],
+    deadline: float,
+    look: Callable[[], object] = lambda: None,
+    look_seconds: float = math.inf,
+) -> bool:
+    """Waits until ``done()``, and calls ``look()`` now and then; returns False at the deadline.
+
+    Raises:
+        RendezvousError: the launcher stops all workers.
+    """
+    pause, longest = _PAUSE_SECONDS
+    next_look = time.monotonic() + look_seconds
+    while not done():
+        if (now := time.monotonic()) > deadline:
+            return False
+        if (error := stop_error()) is not None:
+            raise error
+        if now > next_look:
+            next_look = now + look_seconds
+            look()
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
 
 
 def _answer(answer: Future[T], call: Callable[[], T], errors: bool) -> None:

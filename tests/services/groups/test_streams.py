@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
@@ -170,17 +169,6 @@ def test_several_threads_share_the_items_of_a_group(joined: Mesh) -> None:
     assert sorted(found) == [(p, i) for p in range(3) for i in range(300)]
 
 
-def test_gradients_go_through_the_stream_of_a_group(joined: Mesh) -> None:
-    def scaled(weight: torch.Tensor, factor: float) -> Iterator[torch.Tensor]:
-        yield weight * factor
-
-    weight = torch.ones(2, requires_grad=True)
-    with zrpc.autograd.context() as context:
-        stream = zrpc.rpc_stream(zrpc.group("*"), scaled, args=(weight, zrpc.each([1.0, 2.0, 4.0])))
-        zrpc.autograd.backward(context, [torch.stack([t for _, t in stream]).sum()])
-        assert zrpc.autograd.get_gradients(context)[weight].tolist() == [7.0, 7.0]
-
-
 # -- share -----------------------------------------------------------------------------------------
 
 PROMPTS = ["a", "bc", "", "def"]
@@ -332,6 +320,8 @@ def test_all_generators_are_closed_when_the_reader_leaves(
 def test_all_generators_are_closed_when_the_stream_is_dropped(joined: Mesh) -> None:
     made, run = taps()
     stream = zrpc.rpc_stream(zrpc.group("*"), run, args=(zrpc.each(made),), prefetch=3)
+    for tap in made:
+        tap.await_made(1)  # one that has not begun never runs
     next(stream)
     del stream
     for tap in made:
@@ -399,17 +389,6 @@ def test_the_death_of_one_producer_leaves_the_others(joined: Mesh, gate: Gate) -
     gate.open()
 
 
-def test_the_generators_of_a_group_are_closed_when_the_reader_dies(joined: Mesh) -> None:
-    made, run = taps(2)
-    with joined.agent(2).as_current():
-        stream = zrpc.rpc_stream(zrpc.group("worker[01]"), run, args=(zrpc.each(made),))
-        next(stream)
-    joined.agent(2).close()
-    for tap in made:
-        tap.await_close()
-    stream.close()
-
-
 def test_an_item_that_takes_too_long_ends_the_stream_of_its_member(
     joined: Mesh, gate: Gate
 ) -> None:
@@ -446,21 +425,6 @@ def test_a_deadline_holds_for_all_members(joined: Mesh) -> None:
     found, errors = read(stream)
     assert len(found) <= 6
     assert errors == dict.fromkeys(range(3), "RpcTimeoutError")
-    assert mesh_is_empty(joined)
-
-
-def test_streams_of_a_group_end_with_the_handler_that_reads_them(joined: Mesh, gate: Gate) -> None:
-    made, run = taps(2)
-
-    def handle() -> None:
-        for _ in zrpc.rpc_stream(zrpc.group("worker[02]"), run, args=(zrpc.each(made),)):
-            gate.entered.release()
-
-    future = zrpc.rpc_async("worker1", here(handle))
-    gate.await_entry()
-    future.cancel()
-    for tap in made:
-        tap.await_close()
     assert mesh_is_empty(joined)
 
 

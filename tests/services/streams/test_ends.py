@@ -21,8 +21,9 @@ from tests.services.streams.conftest import Tap
 from tests.services.streams.test_items import count, mesh_is_empty
 from tests.support.gates import Gate
 from tests.support.identity import here
+from tests.support.observed import ask_often, calls_to
 from tests.support.waiting import SOON, until
-from zrpc.testing import Mesh, local_mesh
+from zrpc.testing import Mesh, faults, local_mesh
 
 
 def leave_loop(stream: Any) -> None:
@@ -358,6 +359,34 @@ def test_the_death_of_the_producer_comes_after_its_items(caller: Mesh) -> None:
     with pytest.raises(zrpc.WorkerDied):
         list(zrpc.rpc_stream("worker1", count, args=(1,)))
     assert list(zrpc.rpc_stream("worker2", count, args=(3,))) == [0, 1, 2]
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=2, faults=True)
+def test_the_death_of_a_producer_whose_end_has_come_before_an_item_ends_its_stream(
+    caller: Mesh,
+) -> None:
+    ask_often(caller, 1000)  # else a question would reveal the loss first
+    with Gate() as item, Gate() as end:
+
+        def run() -> Iterator[int]:
+            yield 0
+            item.wait_inside()
+            yield 1
+            end.wait_inside()
+
+        stream = zrpc.rpc_stream("worker1", here(run), prefetch=4, timeout=SOON)
+        assert next(stream) == 0
+        item.await_entry()
+        with faults.drop(caller, 1, 0) as fault:
+            item.open()
+            until(lambda: fault.happened, "the item is lost")
+        end.open()
+        until(lambda: not calls_to(caller, 1).calls_in_flight, "the end has come")
+        caller.agent(1).close()
+        with pytest.raises(zrpc.WorkerDied, match="worker1"):
+            next(stream)
+    caller.agent(0).close()
 
 
 @pytest.mark.zrpc(workers=3)

@@ -13,8 +13,7 @@ from tests.services.weights.publishing import until_mapped
 @pytest.fixture(autouse=True)
 def _no_memory_is_left() -> Iterator[None]:
     """No test leaves a segment open or mapped; torn down after the mesh."""
-    for name in ("last_value", "last_traceback", "last_exc"):  # of a test that failed
-        setattr(sys, name, None)
+    sys.last_value = sys.last_traceback = sys.last_exc = None  # of a test that failed
     until_mapped(0)
     yield
     until_mapped(0)
