@@ -12,6 +12,8 @@ import pytest
 import zrpc
 from tests.support.warm import warm_commands
 
+SECONDS = 180
+
 pytestmark = pytest.mark.system
 
 _SCRIPT = """
@@ -102,6 +104,44 @@ def test_functions_of_a_notebook_are_workers(tmp_path: Path) -> None:
     notebook = tmp_path / "notebook.py"
     notebook.write_text(_NOTEBOOK)
     assert run(str(notebook), program) == "HELLO\n"
+
+
+_NO_GUARD = """
+import zrpc
+
+def work(rank):
+    with zrpc.session() as worker:
+        print(worker.name, flush=True)
+
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "zrpc.spawn(work, nprocs=2)",
+        "zrpc.spawn(work, join=False, start_method='forkserver').join()",
+    ],
+)
+def test_a_script_without_a_guard_is_told_in_a_sentence(tmp_path: Path, call: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_NO_GUARD + call)
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("RuntimeError: expected zrpc.spawn to be called under `if __name__")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_a_script_from_standard_input_runs() -> None:
+    program = _NO_GUARD + "zrpc.spawn(work, nprocs=2)"
+    done = subprocess.run(
+        [sys.executable], input=program, capture_output=True, text=True, timeout=SECONDS
+    )
+    assert sorted(done.stdout.split()) == ["worker0", "worker1"], done.stderr
 
 
 def test_at_least_one_process() -> None:
