@@ -35,6 +35,24 @@ def test_a_manifest_fits_the_schema(kind: str, version: str) -> None:
         schemas.validate(broken, version, strict=True)
 
 
+@pytest.mark.parametrize("version", ["1.29", "latest"])
+def test_the_manifests_of_an_elastic_mesh_fit_the_schemas_and_each_other(version: str) -> None:
+    schemas = pytest.importorskip("kubernetes_validate", reason="pip install kubernetes-validate")
+    if version == "latest":
+        version = schemas.latest_version()
+    service, head, rollout, policy = yaml.safe_load_all((EXAMPLE / "elastic.yaml").read_text())
+    for manifest in (service, head, rollout, policy):
+        schemas.validate(manifest, version, strict=True)
+    for deployment in (head, rollout):
+        labels = deployment["spec"]["template"]["metadata"]["labels"]
+        assert deployment["spec"]["selector"]["matchLabels"] == labels
+        assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    assert service["spec"]["selector"] == head["spec"]["selector"]["matchLabels"]
+    [worker] = rollout["spec"]["template"]["spec"]["containers"]
+    joins = worker["command"][worker["command"].index("--join") + 1]
+    assert joins == f"{service['metadata']['name']}:29500"
+
+
 def test_the_manifests_fit_together() -> None:
     labels = JOB["spec"]["template"]["metadata"]["labels"]
     policy = MANIFESTS["NetworkPolicy"]["spec"]
