@@ -8,6 +8,7 @@ record/T/RANK   each other rank  its record: it has come; then also its endpoint
                                  why it has none: it takes part
 roster/T/0      rank 0           the records of all: all have come
 roster/T/1      rank 0           the endpoints of all: they have met; or why they have not
+heard/T/RANK    each other rank  it has read why they have not
 =============== ================ =============================================================
 
 T is the token of rank 0, which it draws at its start. So nothing that an earlier mesh has left in
@@ -414,10 +415,9 @@ class _Guest(_Worker):
                 f"{self._answered[0].info}, or the launcher if that hosts it; find out why it "
                 "exited"
             )
-        misfit = self._attendance.misfit(self._expected, self._note)
-        if misfit is None:
-            raise error
-        return StoreLost(f"{misfit}; then the store was lost: {error}")
+        if misfit := self._attendance.misfit(self._expected, self._note):
+            return StoreLost(f"{misfit}; then the store was lost: {error}")
+        raise error
 
 
 def _parsed(text: str) -> list[Any]:

@@ -159,8 +159,7 @@ class RRef(Described, Generic[T]):
             rref._order = service.orders.order_of(rref_id, label, to, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
-        subject_id = None if subject is None else subject._rref_id
-        order = None if subject is None else subject._order
+        subject_id, order = (subject._rref_id, subject._order) if subject else (None, None)
         rref._value = creation.start(
             body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
         )
