@@ -415,7 +415,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         try:
             self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
         finally:
-            self._calling.calls.handed.discard(call)
+            self._calling.calls.handed.discard(weakref.ref(call))
 
     def _complete_from(self, decode: Callable[[], T], held: bool = False) -> None:
         """Makes the value; if Ctrl-C or another signal interrupts that, another thread does it."""

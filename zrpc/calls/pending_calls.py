@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
@@ -87,8 +88,9 @@ class PendingCalls:
         # the cancel scopes is taken while it is held.
         self._lock = threading.Lock()
         self.by_id: dict[int, PendingCall] = {}
-        # Settled ones whose futures the threads that wait for them complete, until they have.
-        self.handed: set[PendingCall] = set()
+        # Settled ones whose futures the threads that wait for them complete, until they have. Weak,
+        # since a signal handler may interrupt such a thread as it takes out its call.
+        self.handed: set[weakref.ref[PendingCall]] = set()
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
@@ -198,7 +200,7 @@ class PendingCalls:
                     del self._windows[window.peer, window.caller]
             call.state = _SETTLED if call.state is _SENDING else _UNSENT
             if call.follower is not None and call.waiters:
-                self.handed.add(call)
+                self.handed.add(weakref.ref(call, self.handed.discard))
         if type(outcome) is Message:
             failed = outcome.kind == _ERROR
         else:
