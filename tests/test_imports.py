@@ -82,7 +82,7 @@ _SURFACE = {
     "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message parts
         pickling unpickling""",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
-    "zrpc.membership": """agreement cluster_environment device_maps device_settings endpoints
+    "zrpc.membership": """agreement cluster_environment device_maps endpoints
         failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous
         secret signed_store store view worker_info""",
     "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec

@@ -19,8 +19,7 @@ from torch.distributed import Store
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import RendezvousError
-from zrpc.membership.device_maps import check_device_maps
-from zrpc.membership.device_settings import DeviceSettings
+from zrpc.membership.device_maps import check_device_maps, own_settings
 from zrpc.membership.endpoints import (
     Meeting,
     address_of,
@@ -206,7 +205,7 @@ def join_mesh(
             public_key="" if keys is None else keys.public,
             restarts=restarts or 0,
             local_world_size=local_world_size(world_size, init_method),
-            devices=DeviceSettings.of(options).dump(),
+            devices=own_settings(options).dump(),
             version=own_version(),
             heartbeat_timeout=options.heartbeat_timeout,
         )

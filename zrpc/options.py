@@ -47,7 +47,6 @@ _LAST_PORT = 65535
 
 _Device = int | str | torch.device
 # In device maps: all other workers.
-ANY_WORKER = "*"
 
 
 class RpcBackendOptions:

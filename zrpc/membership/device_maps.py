@@ -7,13 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from zrpc.errors import OptionError
-from zrpc.membership.device_settings import DeviceSettings
-from zrpc.membership.peer_record import PeerRecord
-from zrpc.options import ANY_WORKER
-from zrpc.wire.devices import CPU, KEEP, DeviceMap
+import torch
 
-__all__ = ["check_device_maps", "maps_between"]
+from zrpc.errors import OptionError
+from zrpc.membership.device_settings import ANY_WORKER, CPU, DeviceSettings
+from zrpc.membership.peer_record import PeerRecord
+from zrpc.options import ZmqRpcBackendOptions
+from zrpc.wire.devices import KEEP, DeviceMap
+
+__all__ = ["check_device_maps", "maps_between", "own_settings"]
+
+
+def own_settings(options: ZmqRpcBackendOptions) -> DeviceSettings:
+    """Returns the settings of this process."""
+    maps = {
+        to: {str(ours): str(theirs) for ours, theirs in entries.items()}
+        for to, entries in options.device_maps.items()
+    }
+    types = {device.type for device in options.devices}
+    types.update(device.type for entries in options.device_maps.values() for device in entries)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        types.add(accelerator.type)
+    counts = {kind: _count(kind) for kind in sorted(types - {CPU})}
+    counts = {kind: count for kind, count in counts.items() if count}
+    return DeviceSettings(counts, maps, [str(device) for device in options.devices])
+
+
+def _count(kind: str) -> int:
+    """Returns how many devices of a type this process has, without using them."""
+    try:
+        return int(torch.get_device_module(kind).device_count())
+    except (RuntimeError, AttributeError):
+        return 0
 
 
 def maps_between(own: PeerRecord, peer: PeerRecord) -> tuple[DeviceMap, DeviceMap] | None:

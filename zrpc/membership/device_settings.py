@@ -7,12 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
+__all__ = ["ANY_WORKER", "CPU", "DeviceSettings"]
 
-from zrpc.options import ANY_WORKER, ZmqRpcBackendOptions
-from zrpc.wire.devices import CPU
-
-__all__ = ["DeviceSettings"]
+ANY_WORKER = "*"  # in a map, in place of a callee's name
+CPU = "cpu"
 
 _DEVICE = re.compile(r"cpu|[a-z0-9_]+:\d{1,9}", re.ASCII)
 
@@ -30,22 +28,6 @@ class DeviceSettings:
     counts: Mapping[str, int] = field(default_factory=dict)
     maps: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     devices: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, options: ZmqRpcBackendOptions) -> DeviceSettings:
-        """Returns the settings of this process."""
-        maps = {
-            to: {str(ours): str(theirs) for ours, theirs in entries.items()}
-            for to, entries in options.device_maps.items()
-        }
-        types = {device.type for device in options.devices}
-        types.update(device.type for entries in options.device_maps.values() for device in entries)
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            types.add(accelerator.type)
-        counts = {kind: _count(kind) for kind in sorted(types - {CPU})}
-        counts = {kind: count for kind, count in counts.items() if count}
-        return cls(counts, maps, [str(device) for device in options.devices])
 
     @classmethod
     def parse(cls, text: str) -> DeviceSettings:
@@ -87,11 +69,3 @@ def _device(text: str) -> str:
     if not _DEVICE.fullmatch(text):
         raise ValueError(f"no device: {text!r}")
     return text
-
-
-def _count(kind: str) -> int:
-    """Returns how many devices of a type this process has, without using them."""
-    try:
-        return int(torch.get_device_module(kind).device_count())
-    except (RuntimeError, AttributeError):
-        return 0
