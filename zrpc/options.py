@@ -46,7 +46,6 @@ _PORTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", re.ASCII)
 _LAST_PORT = 65535
 
 _Device = int | str | torch.device
-# In device maps: all other workers.
 
 
 class RpcBackendOptions:

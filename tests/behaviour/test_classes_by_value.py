@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.support import targets
 from zrpc.testing import Mesh
 
 pytestmark = [pytest.mark.system, pytest.mark.zrpc(workers=3, processes=True)]
@@ -92,6 +93,7 @@ def call(to: str, value: Any) -> Any:
 
 
 def add(value: Any) -> Any:
+    targets.kept.append(value)  # or its class would end with it
     return value.add()
 
 

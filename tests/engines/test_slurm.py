@@ -11,6 +11,7 @@ import pytest
 
 from tests.engines.conftest import SECONDS, WORKER, run
 from tests.support.warm import warm_commands
+from zrpc.membership.secret import new_secret
 
 pytestmark = pytest.mark.engine
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "slurm.md"
@@ -56,7 +57,9 @@ def test_the_job_of_the_page_runs_as_it_stands(slurm: dict[str, str], tmp_path: 
     blocks = dict(re.findall(r"```\w+\n(# mesh\.py|#!/bin/bash)\n(.*?)```", PAGE.read_text(), re.S))
     (tmp_path / "mesh.py").write_text(blocks["# mesh.py"])
     (tmp_path / "job.sh").write_text("#!/bin/bash\n" + blocks["#!/bin/bash"])
-    env = warm_commands().environment(slurm)
+    env = {**warm_commands().environment(slurm), "HOME": str(tmp_path)}
+    (tmp_path / "mesh.secret").write_text(new_secret())
+    (tmp_path / "mesh.secret").chmod(0o600)
     command = ["sbatch", "--wait", "job.sh"]
     done = subprocess.run(
         command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+# What a worker keeps from call to call.
+kept: list[Any] = []
+
 
 def echo(*args: Any, **kwargs: Any) -> Any:
     """Returns the arguments as they arrived."""

@@ -132,7 +132,10 @@ class WarmCommands:
     def environment(self, base: Mapping[str, str] = os.environ) -> dict[str, str]:
         """An environment in which these are the commands that are found, by torchrun, too."""
         path = os.pathsep.join((str(self.directory), os.path.dirname(sys.executable), base["PATH"]))
-        return buffered({**base, "PATH": path, "PYTHON_EXEC": self.python})
+        # pytest warns of a plugin that is imported before it starts, as zrpc is here.
+        options = f"{base.get('PYTEST_ADDOPTS', '')} -W ignore::pytest.PytestAssertRewriteWarning"
+        more = {"PATH": path, "PYTHON_EXEC": self.python, "PYTEST_ADDOPTS": options}
+        return buffered({**base, **more})
 
     def close(self) -> None:
         os.close(self._woken)

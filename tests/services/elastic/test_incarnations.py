@@ -119,7 +119,7 @@ def test_references_of_two_incarnations_differ(
     with new.as_current():
         theirs = [rpc.remote("w0", int, (i,)) for i in range(3)]
         assert [ref.to_here() for ref in theirs] == [0, 1, 2]
-        assert "created_on=1, incarnation=1, local_id=0" in repr(theirs[0])
+        assert "created_on=1, incarnation=1, local_id=0" in str(theirs[0])
 
 
 def test_ids_of_two_incarnations_differ(
