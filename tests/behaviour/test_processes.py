@@ -74,7 +74,7 @@ def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scri
 
 
 def test_a_failure_is_printed_by_a_caller_that_has_not_waited(programs: Programs) -> None:
-    """Without logging set up. A caller that gets the error may print it, and the callee does not."""
+    """Without logging set up. The callee prints nothing, and no error that the caller gets."""
     ended = programs.run(
         HEAD
         + """
