@@ -148,7 +148,7 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
         flood()
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and other.sent_bytes)
-    assert kept_open() == most
+    until(lambda: kept_open() == most)  # one more while another one comes in its place
     hostile.shutdown(graceful=False)
     until(lambda: kept_open() == 0)
     os.close(fd)
