@@ -10,6 +10,7 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from zrpc import stand_in
 from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
@@ -59,11 +60,7 @@ class Callee:
         counts: of the requests that have run.
         recorder: records them while a trace is on; else None.
         deferrals: what takes over the calls of marked functions, by the type of the mark.
-        prints_all: whether an error is logged as one also if its caller gets it. The callee of
-            torch prints all, so `zrpc.drop_in` sets it for all callees.
     """
-
-    prints_all = False
 
     def __init__(
         self,
@@ -278,7 +275,7 @@ class Callee:
             return
         # As text: a stored log record must not keep the handler's arguments alive.
         where = self._membership.info
-        if not told or self.prints_all:
+        if not told or stand_in.is_active():  # torch prints all
             text = traceback_of(error).rstrip()
             logger.error("On %s: a call of %s failed\n%s", where, name, text)
         elif logger.isEnabledFor(logging.DEBUG):

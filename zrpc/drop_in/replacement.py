@@ -118,10 +118,7 @@ def _replacement(module: str, name: str, value: Any) -> Any:
     while _keepers:
         if (keeper := sys.modules.get(_keepers.pop())) is not None:
             rebind(keeper)
-    found = getattr(importlib.import_module(home), name)
-    # The callee of torch prints what its functions raise.
-    importlib.import_module("zrpc.calls.callee").Callee.prints_all = True
-    return found
+    return getattr(importlib.import_module(home), name)
 
 
 def _unsupported(full_name: str, value: Any) -> Any:
