@@ -310,6 +310,50 @@ def test_two_workers_lose_each_other_before_a_pass(mesh: Mesh) -> None:
     assert_freed(mesh)
 
 
+# How long a shutdown waits for word of who is out is a part of that.
+BRIEF = pytest.mark.zrpc(workers=3, timeout=30, options={"heartbeat_timeout": 1.0})
+
+
+@BRIEF
+def test_a_worker_loses_the_creator_of_a_context_during_a_call(mesh: Mesh) -> None:
+    """A worker between the two still reaches both: it is told why no gradient can be sent."""
+
+    def last(x: Any) -> Any:
+        lose_each_other(mesh, 0, 2)
+        return layer(2, x)
+
+    def middle(x: Any) -> Any:
+        return call("worker2", last, x)
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            loss = call("worker1", middle, X).sum()
+            dist_autograd.backward(context_id, [loss])
+
+    with pytest.raises(zrpc.WorkerDied, match=r"worker0 \(rank 0\) is gone: it no longer"):
+        mesh.submit(0, run).result(_IN_TIME)
+    assert_freed(mesh)
+
+
+@BRIEF
+def test_a_context_is_asked_for_where_its_creator_is_lost(mesh: Mesh) -> None:
+    """A late message of it, by a worker that still reaches both, begins nothing that stays."""
+
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            lose_each_other(mesh, 0, 2)
+            call("worker1", call, "worker2", layer, 2, X)
+            assert not gradients_at(mesh, 2, context_id)
+            with (
+                mesh.agent(2).as_current(),
+                pytest.raises(zrpc.WorkerDied, match="has lost its creator"),
+            ):
+                dist_autograd.get_gradients(context_id)
+
+    mesh.submit(0, run).result(_IN_TIME)
+    assert_freed(mesh)
+
+
 KEPT: dict[str, Any] = {}
 
 
