@@ -61,8 +61,8 @@ class RoundClient(Client):
         if not isinstance(error, RpcError) or not self.suspects:
             return False
         text = str(error)
-        # The owner has lost the worker that had the reference, or asked for the value.
-        if "is no longer here" in text or "the worker that asked for this value died" in text:
+        # The owner has lost the worker that had the reference.
+        if "is no longer here" in text:
             return True
         lost = isinstance(error, zrpc.WorkerDied) or "WorkerDied" in text or "OwnerDied" in text
         return lost and any(name in text for name in self.suspects)
