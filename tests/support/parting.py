@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import zrpc
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON
 from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh
 
@@ -18,11 +19,11 @@ def lose_each_other(mesh: Mesh, one: int, other: int) -> None:
     """Has two workers lose each other, as if the network between them were cut."""
     for this, lost in ((one, other), (other, one)):
         agent, member = mesh.agent(this), mesh.agent(lost).worker_info.member_id
-        agent.receiver.in_io_thread(lambda a=agent, m=member: a.peers.remove(m, Reason.SILENT))
-        until(lambda a=agent, m=member: m in a.membership.lost)
         done = threading.Event()
+        agent.receiver.in_io_thread(partial(agent.peers.remove, member, Reason.SILENT))
         agent.receiver.in_io_thread(done.set)
         assert done.wait(SOON)
+        assert member in agent.membership.lost
 
 
 @contextlib.contextmanager
