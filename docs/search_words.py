@@ -1,7 +1,7 @@
 """A Sphinx extension that leads words to pages whose text has other words.
 
-People search for what another library calls a thing. Each word becomes an entry of the page's index,
-which the search of the site puts first.
+People search for what another library calls a thing. Each word becomes an entry of the index, and
+the search of the site puts its page first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WORDS = {
     "how-to/launch": "mpirun, multiprocessing, processes",
     "how-to/lost-workers": "retry, failure, fault tolerance, WorkerDied, crash",
     "how-to/migrate": "torch.distributed.rpc, TensorPipe, drop-in",
-    "how-to/observe": "metrics, Prometheus, Grafana, OpenTelemetry, profiler, timeline, logging, dashboard",
+    "how-to/observe": "metrics, Prometheus, Grafana, OpenTelemetry, profiler, logs, dashboard",
     "how-to/queue": "queue, backpressure",
     "how-to/slurm": "sbatch, srun, HPC",
     "how-to/streams": "generator, stream, yield, iterator",
