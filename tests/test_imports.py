@@ -79,8 +79,8 @@ _SURFACE = {
     "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
         garbage_collector gates green_threads interrupts leader_follower processor_time
         resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
-    "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message parts
-        pickling unpickling""",
+    "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message
+        page_locks parts pickling unpickling""",
     "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
     "zrpc.membership": """agreement cluster_environment device_maps endpoints
         failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous

@@ -77,12 +77,14 @@ def update(jobs: int) -> None:
     table.PAGE.write_text(table.write(page, rows))
 
 
-def cuda() -> list[str]:
+def cuda(jobs: int) -> list[str]:
     """Runs torch's tests of CUDA; returns how zrpc differs in those that torch passes here."""
-    on_torch = results(["cuda"], 1, on_zrpc=False)
+    from tests.compatibility import suites  # torch's tests take seconds to load
+
+    on_torch = results(suites.names(suites.CUDA_SUITES), jobs, on_zrpc=False)
     names = [name for name, result in on_torch.items() if _passes(result)]
-    print(f"torch passes {len(names)} of its {len(on_torch)} tests of CUDA here")
-    found = results(names, 1, on_zrpc=True) if names else {}
+    print(f"torch passes {len(names)} of its {len(on_torch)} tests of CUDA here", flush=True)
+    found = results(names, jobs, on_zrpc=True) if names else {}
     return [
         f"{name}: {result['outcome']}\n{result['reason']}"
         for name, result in found.items()
@@ -101,7 +103,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)))
     options = parser.parse_args()
     if options.cuda:
-        problems = cuda()
+        problems = cuda(options.jobs)
         sys.exit("\n".join(problems) or None)
     if options.update:
         update(options.jobs)

@@ -43,7 +43,6 @@ _CUDA_CLASSES = (
     *(dist_autograd_test.CudaDistAutogradTest, dist_autograd_test.TensorPipeCudaDistAutogradTest),
     *(remote_module.CudaRemoteModuleTest, ddp.CudaDdpComparisonTest),
 )
-CUDA = "cuda"  # in place of a test's name: all of CUDA
 _Fixture = tensorpipe_rpc_agent_test_fixture.TensorPipeRpcAgentTestFixture
 _TEST_SECONDS = 60  # more than torch's tests take on a busy machine
 
@@ -65,10 +64,10 @@ class _SpawnedWorkers(common_distributed.MultiProcessTestCase):
 
 
 SUITES = {cls.__name__: type(cls.__name__, (cls, _Fixture, _ForkedWorkers), {}) for cls in _CLASSES}
-_CUDA_SUITES = {
+CUDA_SUITES = {
     cls.__name__: type(cls.__name__, (cls, _Fixture, _SpawnedWorkers), {}) for cls in _CUDA_CLASSES
 }
-for _name, _suite in (SUITES | _CUDA_SUITES).items():
+for _name, _suite in (SUITES | CUDA_SUITES).items():
     _suite.__module__ = __name__
     globals()[_name] = _suite  # a test sends a method of its own
 common_distributed.TIMEOUT_DEFAULT = _TEST_SECONDS
@@ -88,7 +87,7 @@ def run(name: str) -> tuple[str, str]:
     """Runs one test; returns "passes", "skipped" or "fails", and the reason or traceback."""
     suite, _, method = name.partition(".")
     result = unittest.TestResult()
-    (SUITES | _CUDA_SUITES)[suite](method).run(result)
+    (SUITES | CUDA_SUITES)[suite](method).run(result)
     if result.skipped:
         return "skipped", result.skipped[0][1]
     problems = [trace for _, trace in result.errors + result.failures]
@@ -100,10 +99,10 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # a collection in a forked worker passes by what torch has made
     with open(sys.argv[1], "a") as results:
-        for name in names(_CUDA_SUITES) if sys.argv[2:] == [CUDA] else sys.argv[2:] or names():
+        for name in sys.argv[2:] or names():
             outcome, reason = run(name)
             suite, _, method = name.partition(".")
-            private = private_names((SUITES | _CUDA_SUITES)[suite], method)
+            private = private_names((SUITES | CUDA_SUITES)[suite], method)
             result = {"name": name, "outcome": outcome, "reason": reason, "private": private}
             results.write(json.dumps(result) + "\n")
             results.flush()

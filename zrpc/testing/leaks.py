@@ -32,11 +32,15 @@ __all__ = ["LeakError", "Resources", "files_in", "lasting", "no_leaks", "runtime
 _WAIT_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 
+# What the CUDA driver opens besides, at its first use, and nothing tells that it is the driver's.
+_DRIVERS_DEVICE = "/dev/nvidia"
+_DRIVERS_DESCRIPTORS = ("anon_inode:[event", "pipe:")
+_DRIVERS_SOCKET = "@cuda-"
 # Descriptors that a library opens once, when it first needs them, and keeps until exit.
 _LASTING_DESCRIPTORS = (
     "/dev/urandom",  # the random number generators of libraries
     "/dev/random",
-    "/dev/nvidia",  # the CUDA driver, from its first use on
+    _DRIVERS_DEVICE,  # from its first use on
     "/dev/shm/torch_",  # kept by a tensor in shared memory while the tensor lives
     "/memfd:libffi",  # holds the machine code of ctypes callbacks
 )
@@ -162,6 +166,7 @@ class Resources:
         surplus.subtract(Counter(_lasting.descriptors.values()))
         names: dict[str, str] | None = None
         beside = _BesideAnotherMesh(self) if self._another_mesh_lives() else None
+        began_cuda = _uses_cuda(now) and not _uses_cuda(self.descriptors)
         new = {}
         for fd, target in sorted(now.items()):
             known = target in (self.descriptors.get(fd), _lasting.descriptors.get(fd))
@@ -172,6 +177,10 @@ class Resources:
                 continue
             if names is None:
                 names = socket_names()
+            if began_cuda and (
+                target.startswith(_DRIVERS_DESCRIPTORS) or _DRIVERS_SOCKET in names.get(target, "")
+            ):
+                continue
             if beside is not None and beside.may_have_opened(fd, target, names.get(target)):
                 continue
             new[fd] = f"{target} {names.get(target, '')}".rstrip()
@@ -180,6 +189,10 @@ class Resources:
     def _another_mesh_lives(self) -> bool:
         """Returns whether agents that were there before are in this process."""
         return any(isinstance(each, ContextThread) and each.is_alive() for each in self.threads)
+
+
+def _uses_cuda(descriptors: dict[int, str]) -> bool:
+    return any(target.startswith(_DRIVERS_DEVICE) for target in descriptors.values())
 
 
 class _BesideAnotherMesh:
@@ -243,6 +256,9 @@ def no_leaks() -> Iterator[None]:
 
     Inside, the sockets of agents are in a directory of their own (``ZRPC_RUNTIME_DIR``).
     After an error nothing is checked, because the traceback keeps the statements' objects alive.
+
+    If CUDA is first used inside, pipes and descriptors for events don't count: its driver keeps
+    some.
 
     Beside another mesh whose workers are threads, and that lived before, descriptors of the kinds
     that such workers open don't count: sockets that aren't TCP, and those for events and memory.

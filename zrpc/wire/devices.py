@@ -17,6 +17,7 @@ import torch
 from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.extent import window
+from zrpc.wire.page_locks import LOCKING, page_locks
 
 __all__ = [
     "CPU",
@@ -162,6 +163,9 @@ def fetched(buffers: Sequence[Any], memory: Callable[[int], Any] | None) -> list
     whole = memory(sum(padded)) if memory is not None else None
     if whole is None:
         return [_on_cpu(b) if isinstance(b, torch.Tensor) else b for b in buffers]
+    device = next(buffer.device for buffer in buffers if isinstance(buffer, torch.Tensor))
+    if device.type == LOCKING:
+        page_locks.note_copy(ctypes.addressof(whole), sum(sizes), device)
     rest = memoryview(whole).cast("B")
     copies = []
     for buffer, size, step in zip(buffers, sizes, padded, strict=True):
@@ -196,6 +200,8 @@ def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     device = torch.device(name)
     module = torch.get_device_module(device)
+    if device.type == LOCKING:
+        page_locks.note_copy(tensor.data_ptr(), tensor.nbytes, device)
     dense = tensor.layout is torch.strided and not tensor.is_nested
     if not (dense and hasattr(module, "Stream") and hasattr(module, "stream")):
         return tensor.to(device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import mmap
 import os
 import time
 from collections.abc import Iterator
@@ -99,7 +98,7 @@ def test_a_segment_that_cannot_be_mapped_is_written_nevertheless(
     def refuse(*_: Any) -> Any:
         raise OSError(errno.ENOMEM, "no room for a mapping")
 
-    monkeypatch.setattr(mmap, "mmap", refuse)
+    monkeypatch.setattr("zrpc.services.shm.segments.MappedMemory", refuse)
     fill(segment, 64, b"x" * 1000)
     assert content(segment, 0, 1065) == bytes(64) + b"x" * 1000 + b"\0"
     assert segments_mapped() == []

@@ -13,10 +13,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.errors import ProtocolError
 from zrpc.services.shm.records import Place
 from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.wire.member_id import MemberId
+from zrpc.wire.page_locks import MappedMemory, page_locks
 
 __all__ = ["MAX_KNOWN", "Loan", "Loans"]
 
@@ -25,7 +28,7 @@ __all__ = ["MAX_KNOWN", "Loan", "Loans"]
 MAX_KNOWN = 2 * MAX_SEGMENTS
 
 
-class SegmentMap(mmap.mmap):
+class SegmentMap(MappedMemory):
     """A mapped segment, with the descriptor that it was mapped from; without one if private."""
 
     fd = -1
@@ -41,9 +44,11 @@ class SegmentMap(mmap.mmap):
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return SegmentMap(self.fd, len(self), mmap.MAP_PRIVATE, protection)
 
+    @override
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
+        super().__del__()
 
 
 @dataclass(eq=False)
@@ -205,6 +210,7 @@ def _map(fd: int) -> SegmentMap:
         os.close(fd)
         raise
     memory.fd = fd
+    page_locks.add(memory)
     return memory
 
 
@@ -217,7 +223,8 @@ _MAP_FIXED = 0x10
 
 def _make_private(memory: SegmentMap) -> None:
     """Maps the same file over a mapping, copy-on-write; the contents stay."""
-    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    page_locks.unlock(memory)  # or a device would read the file's pages, whatever is written here
+    address = memory.address
     flags = mmap.MAP_PRIVATE | _MAP_FIXED
     protection = mmap.PROT_READ | mmap.PROT_WRITE
     mapped = _libc.mmap(address, len(memory), protection, flags, memory.fd, 0)

@@ -29,6 +29,7 @@ from operator import attrgetter
 from typing import Any
 
 from zrpc.wire.member_id import MemberId
+from zrpc.wire.page_locks import MappedMemory, page_locks
 
 __all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool", "aligned"]
 
@@ -71,7 +72,7 @@ class Segment:
         except BaseException:
             os.close(self.fd)
             raise
-        self._memory: mmap.mmap | None = None
+        self._memory: MappedMemory | None = None
         self._address = 0
         self.fresh = True
         self.borrowers: Counter[MemberId] = Counter()
@@ -121,8 +122,9 @@ class Segment:
     def _map(self) -> None:
         """Maps the segment, with all its pages at once; or not, if the system refuses."""
         with contextlib.suppress(OSError):
-            self._memory = mmap.mmap(self.fd, self.size)
-            self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+            self._memory = MappedMemory(self.fd, self.size)
+            self._address = self._memory.address
+            page_locks.add(self._memory)
             # Without this each page costs a fault at its first use. An older Linux has no such
             # advice, and does nothing.
             address, size = ctypes.c_void_p(self._address), ctypes.c_size_t(self.size)

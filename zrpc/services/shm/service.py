@@ -35,6 +35,7 @@ from zrpc.services.shm.segments import Segment, SegmentPool, aligned
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
+from zrpc.wire.page_locks import page_locks
 from zrpc.wire.pickling import Encoder
 
 __all__ = ["SharedMemoryService"]
@@ -43,6 +44,8 @@ __all__ = ["SharedMemoryService"]
 # segment costs more than copying the bytes through a socket. Measured, there and back: 128 KiB take
 # 150 us by a segment and 120 us by a direct connection, 250 KiB the same by both.
 LEAST_BYTES = 1 << 18
+# How long closing waits for a device that still has work. What stays locked then is unlocked later.
+_UNLOCK_SECONDS = 2.0
 
 
 class SharedMemoryService(Service, MessageHooks):
@@ -401,6 +404,8 @@ class SharedMemoryService(Service, MessageHooks):
     @override
     def tick(self) -> None:
         self._receive_descriptors()  # those that no message names; else they would need all room
+        if page_locks.ended:
+            page_locks.unlock_ended()
         if len(self.pool):
             with self._lock:
                 self.pool.close_idle(time.monotonic() - self.idle_seconds)
@@ -422,6 +427,7 @@ class SharedMemoryService(Service, MessageHooks):
         with self._lock:
             self.pool.close()
             self.loans.close()
+        page_locks.unlock_ended(_UNLOCK_SECONDS)
 
     @classmethod
     def _before_fork(cls) -> None:
@@ -436,9 +442,7 @@ class SharedMemoryService(Service, MessageHooks):
         # What the child can read of them stays mapped.
         for service in [ref() for ref in cls._all.valuerefs()]:
             if service is not None:
-                service._lock = (
-                    UninterruptedLock()
-                )  # a thread of the parent may have held the other
+                service._lock = UninterruptedLock()  # another thread may have held the parent's
                 service.close()
 
 
