@@ -29,7 +29,7 @@ __all__ = ["LOCKING", "CudaRuntime", "Driver", "MappedMemory", "PageLocks", "pag
 # The type of devices whose driver can lock memory.
 LOCKING = "cuda"
 # Memory is locked when this many times its size was copied.
-COPIES = 16
+COPIES = 8
 # The maximum of a process. The system can't swap out what is locked.
 MAX_BYTES = 1 << 32
 # So that it counts as locked for all devices.
