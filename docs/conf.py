@@ -4,7 +4,7 @@ import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))  # for llms_txt
+sys.path.insert(0, str(Path(__file__).parent))  # for the extensions beside it
 
 project = "zrpc"
 author = "the zrpc developers"
@@ -18,13 +18,16 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_design",
     "llms_txt",
+    "search_words",
 ]
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = f"zrpc {version}"
+html_logo = "_static/mark.svg"
+html_favicon = "_static/mark.svg"
 html_copy_source = False
 html_static_path = ["_static"]
-html_css_files = ["figures.css"]
+html_css_files = ["site.css"]
 
 # Copies the commands of a session, without prompts and output.
 copybutton_prompt_text = "$ "

@@ -34,10 +34,10 @@ def _write(app: Sphinx, error: Exception | None) -> None:
 
 
 def _first_paragraph(text: str) -> str:
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    prose = re.sub(r"^```.*?^```$|^:::.*?$", "", text, flags=re.MULTILINE | re.DOTALL)
     for paragraph in re.split(r"\n{2,}", prose.strip()):
         if paragraph[0].isalpha() or paragraph[0] in "`[*{":
             without_links = re.sub(r"\[(.*?)\]\(.*?\)", r"\1", paragraph)
             without_roles = re.sub(r"\{[\w:]+\}`(.*?)( <.*?>)?`", r"`\1`", without_links)
-            return " ".join(without_roles.split())
+            return " ".join(without_roles.replace("**", "").split())
     return ""

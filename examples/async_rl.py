@@ -6,7 +6,7 @@ a queue, weights that are published at each step, and workers that may be killed
 stream the answers token by token. *server* chooses the tokens for all of them at once, with the
 newest weights. *learner* improves the policy by REINFORCE, with a baseline for each question.
 
-    pip install 'torch-zrpc[examples]'
+    pip install rich
     zrpc launch --nprocs 4 --max-restarts 3 examples/async_rl.py
 """
 

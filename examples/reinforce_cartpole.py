@@ -8,7 +8,7 @@ and to report its reward. The agent learns by REINFORCE and stops when the runni
 
 It corresponds to "Getting Started with Distributed RPC Framework" in PyTorch's tutorials.
 
-    pip install 'torch-zrpc[examples]'
+    pip install gymnasium rich
     zrpc launch --nprocs 4 examples/reinforce_cartpole.py
 
 It runs with 2 or more workers, and with any launcher that sets RANK, WORLD_SIZE, MASTER_ADDR and
@@ -35,7 +35,7 @@ import zrpc as rpc
 try:
     import gymnasium as gym
 except ImportError:
-    sys.exit("This example needs gymnasium; install it with: pip install 'torch-zrpc[examples]'")
+    sys.exit("This example needs gymnasium; install it with: pip install gymnasium rich")
 
 ENVIRONMENT = "CartPole-v1"
 LEARNING_RATE = 0.015

@@ -86,6 +86,15 @@ def test_a_mesh_of_one_worker_needs_no_address(alone: int, monkeypatch: Any) -> 
         rpc.init_rpc("me", rank=0, world_size=1)
 
 
+def test_a_program_that_joins_workers_of_its_own_is_told_of_start_mesh(
+    alone: int, monkeypatch: Any
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name)
+    with pytest.raises(rpc.RendezvousError, match=r"starts its workers itself .* zrpc.start_mesh"):
+        rpc.init_rpc("driver", rank=2, world_size=3)
+
+
 def test_a_rank_without_a_world_size_is_warned_of(
     alone: int, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

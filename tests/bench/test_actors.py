@@ -113,6 +113,7 @@ def test_a_library_has_no_choice_of_tcp_and_must_be_installed(name: str) -> None
     result = CliRunner().invoke(main, ["bench", "--against", name, "--tcp"])
     assert result.exit_code == 2
     if importlib.util.find_spec(name) is None:
-        assert f"--against {name} needs {name}: pip install 'torch-zrpc[{name}]'" in result.output
+        needed = f"--against {name} needs {name}: pip install '{ACTOR_LIBRARIES[name]}'"
+        assert needed in result.output
     else:
         assert f"--tcp compares with torch: {name} has no such option" in result.output

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import runpy
 import subprocess
@@ -51,7 +52,41 @@ def test_the_docs_build_without_a_warning(tmp_path: Path) -> None:
     names = {page.stem for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts}
     listed = (tmp_path / "html" / "llms.txt").read_text()
     assert [name for name in names - {"index"} if f"{name}.html): " not in listed] == []
-    assert "zrpc.rpc_sync(to, func" in (tmp_path / "html" / "llms-full.txt").read_text()
+    assert "`zrpc.rpc_sync` `(to, func" in (tmp_path / "html" / "llms-full.txt").read_text()
+    assert _words_without_their_page(tmp_path / "html") == []
+
+
+def _words_without_their_page(html: Path) -> list[str]:
+    """The words of docs/search_words.py that the search of the site doesn't lead to their pages."""
+    script = (html / "searchindex.js").read_text()
+    index = json.loads(script.removeprefix("Search.setIndex(").rstrip().removesuffix(")"))
+    words = runpy.run_path(str(ROOT / "docs" / "search_words.py"))["WORDS"]
+    return [
+        word
+        for page, listed in words.items()
+        for word in listed.lower().split(", ")
+        if not any(
+            index["docnames"][found] == page for found, *_ in index["indexentries"].get(word, [])
+        )
+    ]
+
+
+def test_words_that_people_search_for_are_in_the_index() -> None:
+    words = runpy.run_path(str(ROOT / "docs" / "search_words.py"))["WORDS"]
+    listed = ", ".join(words.values()).lower().split(", ")
+    common = "generator stream broadcast actor jupyter notebook named gpu retry queue timeout"
+    assert [word for word in common.split() if word not in listed] == []
+
+
+@pytest.mark.parametrize(
+    "figure", sorted((ROOT / "docs" / "figures").glob("*.svg")), ids=lambda figure: figure.stem
+)
+def test_a_figure_can_be_read_on_a_phone(figure: Path) -> None:
+    if figure.stem in ("launch", "stacks", "top", "top-worker", "slow-worker"):
+        pytest.skip("what a screen showed, which scrolls on a phone")
+    size = re.search(r'viewBox="0 0 ([\d.]+)', figure.read_text())
+    assert size
+    assert float(size[1]) <= 560  # so 13 px are at least 8 px on a screen of 390 px
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -12,7 +12,6 @@ from tests.gpu import work
 from tests.support.targets import echo
 from zrpc.testing import Mesh
 from zrpc.testing.server import warm_server
-from zrpc.wire.page_locks import COPIES, CudaRuntime, MappedMemory, page_locks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.zrpc(timeout=240)]
 # Clock cycles of the GPU: some seconds, and some hundredths of a second.
@@ -104,32 +103,19 @@ def test_memory_is_not_used_again_while_queued_work_reads_it(gpu_mesh: Mesh, dev
     gpu_mesh.run(0, call)
 
 
-def locked_bytes() -> int:
-    return page_locks.nbytes
-
-
 def test_shared_memory_that_is_used_often_is_page_locked(gpu_mesh: Mesh, device: str) -> None:
     def call() -> None:
-        for number in range(2 * COPIES + 2):
+        for number in range(50):
             tensor = torch.full((SIZE,), float(number), device=device)
             assert all_are(rpc.rpc_sync(1, torch.add, (tensor, 1)), number + 1)
-        assert locked_bytes() >= tensor.nbytes
-        assert rpc.rpc_sync(1, locked_bytes) >= tensor.nbytes
+        assert work.locked_bytes() >= tensor.nbytes
+        assert rpc.rpc_sync(1, work.locked_bytes) >= tensor.nbytes
 
     gpu_mesh.run(0, call)
 
 
-def lock_twice(device: str) -> tuple[list[bool], float]:
-    memory = MappedMemory(-1, 1 << 20)
-    runtime, place = CudaRuntime(), torch.device(device)
-    locked = [runtime.lock(memory.address, len(memory), place) for _ in range(2)]
-    total = torch.ones(SIZE, device=device).sum().item()
-    runtime.unlock(memory.address)
-    return locked, total
-
-
 def test_memory_that_cuda_does_not_lock_harms_no_kernel(gpu_mesh: Mesh, device: str) -> None:
-    assert gpu_mesh.run(0, lock_twice, device) == ([True, False], SIZE)
+    assert gpu_mesh.run(0, work.lock_twice, device) == ([True, False], 100)
 
 
 def allocated(device: str) -> int:

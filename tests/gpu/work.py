@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zrpc.testing import fake_device
+from zrpc.wire.page_locks import CudaRuntime, MappedMemory, page_locks
 
 stop = threading.Event()
 burning = threading.Event()
@@ -70,3 +71,17 @@ def describe(value: Any) -> list[Any]:
         kind = type(value).__name__, str(value.dtype), str(value.device), value.requires_grad
         return [*kind, tuple(value.shape), layout, dense.resolve_conj().tolist()]
     return [describe(each) for each in value]
+
+
+def locked_bytes() -> int:
+    return page_locks.nbytes
+
+
+def lock_twice(device: str) -> tuple[list[bool], float]:
+    """Locks the same memory twice, which CUDA refuses; returns what it said, and a sum of 100."""
+    memory = MappedMemory(-1, 1 << 20)
+    runtime, place = CudaRuntime(), torch.device(device)
+    locked = [runtime.lock(memory.address, len(memory), place) for _ in range(2)]
+    total = torch.ones(100, device=device).sum().item()
+    runtime.unlock(memory.address)
+    return locked, total

@@ -20,7 +20,7 @@ from tests.support.records import peer_record
 from tests.support.stores import RecordingStore
 from tests.support.threads import start_all
 from tests.support.waiting import until
-from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.errors import AuthenticationError, OptionError, RendezvousError
 from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord, own_version
 from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
@@ -222,6 +222,10 @@ def refuse(_: list[PeerRecord]) -> Any:
     raise AuthenticationError("these can't form a mesh")
 
 
+def refuse_options(_: object) -> Any:
+    raise OptionError("expected other options")
+
+
 @every_store
 def test_why_workers_can_not_form_a_mesh_is_told_to_all(connect: Connect) -> None:
     same = [record(0, 2, name="same"), record(1, 2, name="same")]
@@ -233,6 +237,8 @@ def test_why_workers_can_not_form_a_mesh_is_told_to_all(connect: Connect) -> Non
         for error in start(connect, [record(0, 2), record(1, 2)], **{hook: refuse})():
             assert isinstance(error, AuthenticationError)
             assert "these can't form a mesh" in str(error)
+    for error in start(connect, [record(0, 2), record(1, 2)], check=refuse_options)():
+        assert isinstance(error, OptionError)
 
 
 def test_a_worker_that_can_not_listen_is_named(connect: Connect) -> None:

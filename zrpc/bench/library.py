@@ -10,7 +10,7 @@ __all__ = ["ACTOR_LIBRARIES", "EVERY_LIBRARY", "LIBRARIES", "Library", "current"
 
 LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
-ACTOR_LIBRARIES = {"ray": "torch-zrpc[ray]", "monarch": "torch-zrpc[monarch]"}
+ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7"}
 EVERY_LIBRARY = (*LIBRARIES, *ACTOR_LIBRARIES)
 _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),

@@ -13,6 +13,8 @@ __all__ = ["can_plot", "new_figure", "plot", "save"]
 
 _FASTER = "#2a7f62"
 _SLOWER = "#b5483a"
+# Can be read on white and on black: a chart has no background of its own.
+_INK = "#6e7781"
 
 
 def can_plot() -> bool:
@@ -20,12 +22,12 @@ def can_plot() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def new_figure(height: float) -> Any:
-    """Returns an empty figure of the common width; heights are in inches."""
+def new_figure(height: float, width: float = 9) -> Any:
+    """Returns an empty figure; its height and width are in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, height), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
 
@@ -37,7 +39,7 @@ def save(figure: Any, caption: str, path: Path) -> None:
         ValueError: matplotlib can't write such a file.
         OSError: the file can't be written.
     """
-    figure.supxlabel(caption, fontsize=7, color="0.4", x=0.01, ha="left")
+    figure.supxlabel(caption, fontsize=7, color=_INK, x=0.01, ha="left")
     figure.savefig(path, dpi=150)
 
 
@@ -56,20 +58,21 @@ def plot(run: Run, caption: str, path: Path) -> None:
     against = run.settings.against
     assert against is not None
     rows = [(result, result.times_faster(against)) for result in run.results]
-    figure = new_figure(2.4 + 0.3 * len(rows))
+    figure = new_figure(1.4 + 0.34 * len(rows), width=5)  # as wide as a phone
     axes = figure.add_subplot()
     for place, (result, spread) in enumerate(rows):
+        axes.text(1, place - 0.27, result.row.name, va="bottom", fontsize=8.5, color=_INK)
         _draw(axes, place, result, spread, against)
-    axes.set_yticks(range(len(rows)), [result.row.name for result, _ in rows])
-    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_yticks([])
+    axes.set_ylim(len(rows) - 0.5, -1)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}x")
-    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(1, color=_INK, linewidth=1)
     axes.margins(x=0.15)
-    axes.grid(axis="x", color="0.85", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.set_title(f"zrpc, times faster than {against} (median, min to max)", loc="left")
+    axes.tick_params(colors=_INK)
+    for part in (figure.patch, axes.patch, *axes.spines.values()):
+        part.set_visible(False)
+    axes.set_title(f"times faster than {against} (median, min to max)", fontsize=9, color=_INK)
     save(figure, caption, path)
 
 
@@ -77,16 +80,16 @@ def _draw(axes: Any, place: int, result: RowResult, spread: Spread | None, again
     if spread is None:
         failed = [name for name in (against, "zrpc") if result.failures(name)]
         text = f"{' and '.join(failed)} failed" if failed else "not compared"
-        axes.text(1.05, place, text, va="center", fontsize=8, color="0.4")
+        axes.text(1.05, place, text, va="center", fontsize=8, color=_INK)
         return
     axes.barh(
         place,
         spread.median - 1,
         left=1,
-        height=0.6,
+        height=0.4,
         color=_FASTER if spread.median >= 1 else _SLOWER,
         xerr=[[spread.median - spread.low], [spread.high - spread.median]],
-        error_kw={"ecolor": "0.35", "elinewidth": 1, "capsize": 2},
+        error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2},
     )
     axes.annotate(
         f"{spread.median:.1f}",
@@ -95,4 +98,5 @@ def _draw(axes: Any, place: int, result: RowResult, spread: Spread | None, again
         textcoords="offset points",
         va="center",
         fontsize=8,
+        color=_INK,
     )

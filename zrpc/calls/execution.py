@@ -114,7 +114,7 @@ class Execution:
             if is_async_execution(function):
                 if self._follow_future(result):
                     return
-                result = result.value()
+                result = result.wait()  # and, unlike `value`, for the work on its devices
             elif isinstance(result, CoroutineType):
                 self._loop.run(self._await(result), contextvars.copy_context())
                 return
@@ -149,7 +149,7 @@ class Execution:
 
     def _finish(self, done: Any, request: Message) -> None:
         try:
-            value = done.value()
+            value = done.wait()  # as in `__call__`
         except BaseException as error:
             self._sink.fail(request, error)
         else:

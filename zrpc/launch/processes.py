@@ -47,7 +47,8 @@ def spawn(
         args: its other arguments: all that a call can send, and the queues and locks of
             ``torch.multiprocessing``. Tensors share their memory with this process.
         nprocs: the number of processes.
-        join: whether to wait until all of them have exited.
+        join: whether to wait until all of them have exited. This process is no member of their
+            mesh; in one of `zrpc.start_mesh` it is.
         daemon: whether they are stopped when this process exits.
         start_method: ``spawn``, ``fork`` or ``forkserver``. With ``spawn`` and ``forkserver`` the
             processes import the main script, so call this under ``if __name__ == "__main__":``. A

@@ -142,8 +142,9 @@ def resolve_name(
     if found is None and rank is None:
         raise RendezvousError(
             "expected a name or a rank, found neither: start the program with `zrpc launch -n 2 "
-            f"SCRIPT`, torchrun, srun or mpirun, set RANK and WORLD_SIZE or {_WORKER_NAME}, or "
-            "pass a name to init_rpc; " + looked_for(own_variables(), "rank", "world_size")
+            "SCRIPT`, torchrun, srun or mpirun, let it start its workers with zrpc.start_mesh, set "
+            f"RANK and WORLD_SIZE or {_WORKER_NAME}, or pass a name to init_rpc; "
+            + looked_for(own_variables(), "rank", "world_size")
         )
     return f"worker{rank}" if found is None else found
 
@@ -241,7 +242,8 @@ def master(init_method: str) -> tuple[str, int]:
         raise RendezvousError(
             f"expected the host and port of the master, found {source}: set the environment "
             "variables MASTER_ADDR and MASTER_PORT (`zrpc launch` and torchrun do), or use "
-            "init_method='tcp://host:port'" + ("" if parts.scheme == "tcp" else f"; {text}")
+            "init_method='tcp://host:port'; a program that starts its workers itself joins them by "
+            "zrpc.start_mesh" + ("" if parts.scheme == "tcp" else f"; {text}")
         )
     if int(port) > _LAST_PORT:  # in a URL, it is no port at all
         raise RendezvousError(f"expected a port up to {_LAST_PORT} in MASTER_PORT, found {port}")

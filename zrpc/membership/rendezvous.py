@@ -38,7 +38,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError, Store, TCPStore
 
-from zrpc.errors import AuthenticationError, RendezvousError, RpcError
+from zrpc.errors import AuthenticationError, OptionError, RendezvousError, RpcError
 from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
 from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
@@ -52,8 +52,9 @@ _LEADER = "leader"
 # What is known at a roster; what follows that.
 _ROSTER = "roster"  # the records
 _MET = "met"  # the endpoints
-_FAILED, _STRANGER = "failed", "stranger"  # the text of a RendezvousError, an AuthenticationError
 _ABANDONED = "abandoned"  # nothing
+# Or the text of an error.
+_ERRORS = {"failed": RendezvousError, "stranger": AuthenticationError, "option": OptionError}
 _MAX_ROSTER_BYTES = 1 << 23  # more than 4096 records; TCPStore takes no longer entry
 
 
@@ -260,7 +261,7 @@ class _Leader(_Worker):
         readers = {rank for rank, each in attendance.came.items() if not each.left}
         keys = [f"heard/{self._record.token}/{rank}" for rank in readers.union(attendance.refused)]
         overtime = max(self._deadline, now + timing.overtime_seconds)
-        kind = _STRANGER if isinstance(error, AuthenticationError) else _FAILED
+        kind = next((kind for kind, of in _ERRORS.items() if isinstance(error, of)), "failed")
         with contextlib.suppress(RuntimeError, OSError):
             if self._decide(key, kind, str(error)) == kind and keys:
                 until = min(now + timing.failure_read_seconds, overtime)
@@ -327,10 +328,9 @@ class _Guest(_Worker):
         self._attend(token)
         for number in itertools.count():
             verb, *values = self._await(token, f"roster/{token}/{number}")
-            if verb in (_FAILED, _STRANGER) and (self._answered or not late):
+            if verb in _ERRORS and (self._answered or not late):
                 self._entries.set(f"heard/{token}/{self._record.rank}", "1")
-                kind = AuthenticationError if verb == _STRANGER else RendezvousError
-                raise self._failure or kind(values[0])
+                raise self._failure or _ERRORS[verb](values[0])
             if verb == _MET and self._answered:
                 pairs = zip(self._answered, values, strict=True)
                 return [replace(record, endpoint=endpoint) for record, endpoint in pairs]

@@ -10,6 +10,8 @@ What it can't do:
   need a process that has made none before ``fake_device``, such as a new worker process: torch
   starts its threads before the first one. An exception in a hook or node there ends the process,
   in torch.
+- Backward passes on a GPU beside it: torch takes a process to have devices of one type besides the
+  CPU, and then fails an assertion of its own (``opt_ready_stream``).
 - Sparse tensors on ``fake:1``, quantized and nested tensors, and pinned memory.
 """
 
