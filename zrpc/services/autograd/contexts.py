@@ -174,6 +174,26 @@ class Contexts:
             state.peers.add(peer)  # before the context's end, or not at all
         return state
 
+    def read_pass(self, _: Message, data: bytes) -> tuple[int, int, int]:
+        """Reads the fields of `PASS_LAYOUT`; in the I/O thread.
+
+        Raises:
+            ProtocolError: as `check`.
+        """
+        context_id, pass_id, send_id = PASS_LAYOUT.unpack(data)
+        self.check(context_id)
+        return context_id, pass_id, send_id
+
+    def check(self, context_id: int) -> None:
+        """Checks the id of a context in a message; in the I/O thread.
+
+        Raises:
+            ProtocolError: no member has drawn that id.
+        """
+        creator = creator_of(context_id)
+        if creator not in self._agent.membership.infos:
+            self._agent.peers.recall(creator)
+
     def note_end(self, context_id: int) -> None:
         """Notes that a context has ended, unless this worker takes part in it: it is told then."""
         with self._lock:
