@@ -318,16 +318,10 @@ def test_arguments_that_a_handler_has_kept(caller: Mesh) -> None:
 def test_a_message_about_a_context_that_nobody_can_have_made(mesh: Mesh, context_id: int) -> None:
     """It is refused, and nothing is kept of it."""
     agent = mesh.agent(0)
-    calls = [
-        (Tag.GRAPH, struct.pack("<qQ", context_id, 0)),
-        (Tag.PASS, PASS_LAYOUT.pack(context_id, 1, 0)),
-    ]
-    for extension in calls:
-        with (
-            agent.as_current(),
-            pytest.raises(zrpc.ProtocolError, match="expected the id of a member"),
-        ):
-            to = agent.membership.find("worker1")
+    to = agent.membership.find("worker1")
+    graph = Tag.GRAPH, struct.pack("<qQ", context_id, 0)
+    for extension in (graph, (Tag.PASS, PASS_LAYOUT.pack(context_id, 1, 0))):
+        with agent.as_current(), pytest.raises(zrpc.ProtocolError, match="expected the id of a"):
             agent.caller.call(to, Kind.CALL, (max, (1, 2), {}), 20, extension=extension)
     assert_freed(mesh)
 
