@@ -143,7 +143,8 @@ def resolve_name(
         raise RendezvousError(
             "expected a name or a rank, found neither: start the program with `zrpc launch -n 2 "
             "SCRIPT`, torchrun, srun or mpirun, let it start its workers with zrpc.start_mesh, set "
-            f"RANK and WORLD_SIZE or {_WORKER_NAME}, or pass a name to init_rpc; " + looked_for(own_variables(), "rank", "world_size")
+            f"RANK and WORLD_SIZE or {_WORKER_NAME}, or pass a name to init_rpc; "
+            + looked_for(own_variables(), "rank", "world_size")
         )
     return f"worker{rank}" if found is None else found
 
