@@ -104,6 +104,28 @@ def test_a_remote_module_is_placed_there(gpu_mesh: Mesh, device: str) -> None:
     gpu_mesh.run(0, call)
 
 
+def load(device: str, versions: int) -> None:
+    model = torch.nn.Linear(1000, 1000, device=device)
+    with rpc.nn.subscribe("policy") as policy:
+        for version in range(1, versions + 1):
+            number = policy.load_into(model, at_least=version)
+            assert (model.weight == number).all()
+
+
+def test_weights_are_handed_out(gpu_mesh: Mesh, device: str) -> None:
+    def push() -> None:
+        model = torch.nn.Linear(1000, 1000, device=device)
+        with rpc.nn.publish("policy", model) as published:
+            loads = [rpc.rpc_async(other, load, (device, 40)) for other in (1, 2)]
+            for version in range(1, 41):
+                with torch.no_grad():
+                    model.weight.fill_(version)
+                published.push()
+            rpc.wait_all(loads)
+
+    gpu_mesh.run(0, push)
+
+
 @pytest.mark.parametrize("synchronizes", [False, True])
 def test_many_threads_call_while_another_process_uses_the_device(
     gpu_mesh: Mesh, device: str, synchronizes: bool

@@ -13,6 +13,7 @@ from tests.support.waiting import SOON, until
 from zrpc.wire.page_locks import COPIES, MappedMemory, PageLocks
 
 DEVICE = torch.device("cuda:1")
+DEVICES = [torch.device("cpu"), DEVICE]
 SIZE = 1 << 20
 
 
@@ -53,7 +54,7 @@ def added(locks: PageLocks) -> MappedMemory:
 
 def copy(locks: PageLocks, memory: MappedMemory, times: int = COPIES) -> None:
     for _ in range(times):
-        locks.note_copy(memory.address, SIZE, DEVICE)
+        locks.note_copy(memory.address, SIZE, DEVICES)
 
 
 def is_mapped(address: int) -> bool:
@@ -66,9 +67,9 @@ def test_memory_is_locked_once_when_much_was_copied(locks: PageLocks, driver: Re
     memory = added(locks)
     copy(locks, memory, COPIES - 1)
     assert driver.locked == []
-    locks.note_copy(memory.address + SIZE // 2, SIZE // 2, DEVICE)
+    locks.note_copy(memory.address + SIZE // 2, SIZE // 2, DEVICES)
     assert driver.locked == []
-    locks.note_copy(memory.address + SIZE - 1, SIZE // 2, DEVICE)
+    locks.note_copy(memory.address + SIZE - 1, SIZE // 2, DEVICES)
     copy(locks, memory)
     assert driver.locked == [(memory.address, SIZE, DEVICE)]
 
@@ -76,7 +77,7 @@ def test_memory_is_locked_once_when_much_was_copied(locks: PageLocks, driver: Re
 def test_other_memory_is_not_locked(locks: PageLocks, driver: Recorder) -> None:
     memory, other = added(locks), MappedMemory(-1, SIZE)
     copy(locks, other)
-    locks.note_copy(memory.address + SIZE, COPIES * SIZE, DEVICE)
+    locks.note_copy(memory.address + SIZE, COPIES * SIZE, DEVICES)
     assert driver.locked == []
 
 

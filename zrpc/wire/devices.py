@@ -17,7 +17,7 @@ import torch
 from zrpc import stand_in
 from zrpc.errors import SerializationError
 from zrpc.wire.extent import window
-from zrpc.wire.page_locks import LOCKING, page_locks
+from zrpc.wire.page_locks import page_locks
 
 __all__ = [
     "CPU",
@@ -163,9 +163,9 @@ def fetched(buffers: Sequence[Any], memory: Callable[[int], Any] | None) -> list
     whole = memory(sum(padded)) if memory is not None else None
     if whole is None:
         return [_on_cpu(b) if isinstance(b, torch.Tensor) else b for b in buffers]
-    device = next(buffer.device for buffer in buffers if isinstance(buffer, torch.Tensor))
-    if device.type == LOCKING:
-        page_locks.note_copy(ctypes.addressof(whole), sum(sizes), device)
+    devices = [buffer.device for buffer in buffers if isinstance(buffer, torch.Tensor)]
+    start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    page_locks.note_copy(start, sum(sizes), devices)
     rest = memoryview(whole).cast("B")
     copies = []
     for buffer, size, step in zip(buffers, sizes, padded, strict=True):
@@ -200,11 +200,10 @@ def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """
     device = torch.device(name)
     module = torch.get_device_module(device)
-    if device.type == LOCKING:
-        page_locks.note_copy(tensor.data_ptr(), tensor.nbytes, device)
     dense = tensor.layout is torch.strided and not tensor.is_nested
     if not (dense and hasattr(module, "Stream") and hasattr(module, "stream")):
         return tensor.to(device)
+    page_locks.note_copy(tensor.data_ptr(), tensor.nbytes, [device])
     # On a stream of its own: on the current one it would wait for all work that is queued there,
     # such as a collective that waits for this worker. The copy has ended when `to` returns.
     stream = _streams.get(device)

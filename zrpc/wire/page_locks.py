@@ -17,6 +17,7 @@ import os
 import threading
 import weakref
 from collections import deque
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -24,10 +25,10 @@ import torch
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["LOCKING", "CudaRuntime", "Driver", "MappedMemory", "PageLocks", "page_locks"]
+__all__ = ["CudaRuntime", "Driver", "MappedMemory", "PageLocks", "page_locks"]
 
 # The type of devices whose driver can lock memory.
-LOCKING = "cuda"
+_LOCKING = "cuda"
 # Memory is locked when this many times its size was copied.
 COPIES = 8
 # The maximum of a process. The system can't swap out what is locked.
@@ -117,17 +118,19 @@ class PageLocks:
         """Adds memory that may be locked."""
         self._known[memory.address] = memory
 
-    def note_copy(self, address: int, nbytes: int, device: torch.device) -> None:
+    def note_copy(self, address: int, nbytes: int, devices: Iterable[torch.device]) -> None:
         """Notes that bytes are about to be copied; locks the memory that they are in, if it pays.
 
         Args:
             address: the address of the first of them. If it isn't in memory that was added, nothing
                 happens.
             nbytes: how many.
-            device: the device that they are copied from or to.
+            devices: the devices that they are copied from or to. If none of them is one that memory
+                can be locked for, nothing happens.
         """
-        memory = self._find(address)
-        if memory is None or memory.locked_by is not None:
+        device = next((each for each in devices if each.type == _LOCKING), None)
+        memory = self._find(address) if device is not None else None
+        if device is None or memory is None or memory.locked_by is not None:
             return
         memory.copied += nbytes
         if memory.copied < COPIES * len(memory):

@@ -44,8 +44,7 @@ __all__ = ["SharedMemoryService"]
 # segment costs more than copying the bytes through a socket. Measured, there and back: 128 KiB take
 # 150 us by a segment and 120 us by a direct connection, 250 KiB the same by both.
 LEAST_BYTES = 1 << 18
-# How long closing waits for a device that still has work. What stays locked then is unlocked later.
-_UNLOCK_SECONDS = 2.0
+_UNLOCK_SECONDS = 2.0  # how long closing waits for a device that still has work
 
 
 class SharedMemoryService(Service, MessageHooks):

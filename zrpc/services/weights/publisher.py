@@ -13,6 +13,7 @@ from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.weights.layout import Layout, Model, tensors_of
 from zrpc.services.weights.service import WeightsService
 from zrpc.services.weights.versions import Version, Versions
+from zrpc.wire.page_locks import page_locks
 
 __all__ = ["Publisher", "publish"]
 
@@ -59,6 +60,8 @@ class Publisher:
             self._layout.check(tensors, repr(self.name))
             self._layout.check_ties(tensors)
             flat = self._service.room(self._layout.size)
+            devices = (tensor.device for tensor in tensors.values())
+            page_locks.note_copy(flat.data_ptr(), flat.nbytes, devices)
             with torch.no_grad():
                 for name, view in self._layout.views(flat).items():
                     view.copy_(tensors[name])

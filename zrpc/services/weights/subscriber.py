@@ -17,6 +17,7 @@ from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.weights.layout import Layout, Model, tensors_of
 from zrpc.services.weights.publications import Publication, PublicationId
 from zrpc.services.weights.service import WeightsService
+from zrpc.wire.page_locks import page_locks
 
 __all__ = ["Subscriber", "subscribe"]
 
@@ -126,6 +127,8 @@ class Subscriber:
         if list(map(id, loaded)) == list(map(id, tensors.values())):
             return
         self._loaded = []
+        devices = (tensor.device for tensor in tensors.values())
+        page_locks.note_copy(held.flat.data_ptr(), held.flat.nbytes, devices)
         with torch.no_grad():
             for name, view in held.layout.views(held.flat).items():
                 tensors[name].copy_(view)
