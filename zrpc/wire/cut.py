@@ -7,31 +7,35 @@ from typing import Any, NoReturn
 
 import torch
 
-from zrpc.errors import RpcError
+from zrpc.errors import RpcError, raised_again
 
 __all__ = ["cut_off"]
 
 
-def cut_off(tensors: Sequence[torch.Tensor], why: str) -> tuple[torch.Tensor, ...]:
+def cut_off(tensors: Sequence[torch.Tensor], error: RpcError) -> tuple[torch.Tensor, ...]:
     """Returns tensors with the same values, whose use in a backward pass raises an error.
 
     Args:
         tensors: they require no grad.
-        why: the text of the error, a `RpcError`.
+        error: the error.
     """
     with torch._C._InferenceMode(False):  # enables grad as well
-        cut: tuple[torch.Tensor, ...] = _Cut.apply(torch.empty(0, requires_grad=True), tensors, why)
+        cut: tuple[torch.Tensor, ...] = _Cut.apply(
+            torch.empty(0, requires_grad=True), tensors, error
+        )
     return cut
 
 
 class _Cut(torch.autograd.Function):
-    """``(token, tensors, why) -> tensors``: they require grad, but no gradient passes."""
+    """``(token, tensors, error) -> tensors``: they require grad, but no gradient passes."""
 
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, tensors: Sequence[torch.Tensor], why: str) -> Any:
-        ctx.why = why
+    def forward(
+        ctx: Any, token: torch.Tensor, tensors: Sequence[torch.Tensor], error: RpcError
+    ) -> Any:
+        ctx.error = error
         return tuple(tensors)
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> NoReturn:
-        raise RpcError(ctx.why)
+        raise raised_again(ctx.error)

@@ -20,7 +20,7 @@ import torch
 from zrpc import stand_in
 from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
-from zrpc.errors import RemoteError, SerializationError
+from zrpc.errors import RemoteError, RpcError, SerializationError
 from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
@@ -232,9 +232,11 @@ class _ByValueCuttingPickler(ByValuePickler):
 def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:
     [cut] = cut_off(
         [tensor],
-        "expected a loss that depends on arguments and results of calls, found one that depends on "
-        "a tensor in the args of a remote exception, whose gradient is not sent: return the "
-        "tensor, or use its detach()",
+        RpcError(
+            "expected a loss that depends on arguments and results of calls, found one that "
+            "depends on a tensor in the args of a remote exception, whose gradient is not sent: "
+            "return the tensor, or use its detach()"
+        ),
     )
     return cut
 

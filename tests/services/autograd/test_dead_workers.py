@@ -16,7 +16,6 @@ from tests.services.autograd.split_models import (
     SOON,
     posted,
 )
-from tests.support.identity import here
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
 from zrpc.services.autograd.service import AutogradService
@@ -197,32 +196,3 @@ def settle_two(mesh: Mesh) -> None:
         for rank, to in ((0, 2), (2, 0)):
             with mesh.agent(rank).as_current():
                 assert zrpc.rpc_sync(to, max, (1, 2)) == 2
-
-
-@pytest.mark.system
-def test_a_context_whose_maker_was_gone_when_it_came(mesh: Mesh) -> None:
-    """By worker1, which had not learned that yet, and is gone then, too."""
-    far = mesh.agent(2).service(AutogradService)
-    mesh.agent(1).service(AutogradService).on_member_lost = lambda member: None
-    here_too, go = threading.Event(), threading.Event()
-
-    def pass_on(x: Any) -> Any:
-        here_too.set()
-        assert go.wait(SOON)
-        with zrpc.current_call().shield():  # or its calls would end with that of its caller
-            return sine_by_the_last(x)
-
-    def run() -> None:
-        with dist_autograd.context():
-            future = zrpc.rpc_async("worker1", here(pass_on), (torch.ones(3, requires_grad=True),))
-            assert here_too.wait(SOON)
-            zrpc.shutdown(graceful=False)
-            with pytest.raises(zrpc.RpcError):
-                future.wait()
-
-    mesh.run(0, run)
-    until(lambda: 0 in mesh.agent(2).membership.lost)
-    go.set()
-    until(lambda: len(far) == 1, "the context comes to worker2")
-    mesh.run(1, zrpc.shutdown, graceful=False)
-    until(lambda: len(far) == 0, "the context is freed at worker2")

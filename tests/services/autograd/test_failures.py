@@ -27,8 +27,8 @@ from tests.services.autograd.split_models import (
     train,
 )
 from tests.support.identity import here
+from tests.support.parting import leaving_at_once, lose_each_other
 from tests.support.waiting import until
-from zrpc.membership.failure_detector import Reason
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh, faults
 from zrpc.wire.kind import Kind
@@ -285,17 +285,6 @@ def through_worker2(x: Any) -> Any:
     return layer(1, call("worker2", layer, 2, layer(1, x)))
 
 
-def lose_each_other(mesh: Mesh, one: int, other: int) -> None:
-    """Has two workers lose each other, as if the network between them were cut."""
-    for this, lost in ((one, other), (other, one)):
-        agent, member = mesh.agent(this), mesh.agent(lost).worker_info.member_id
-        agent.receiver.in_io_thread(lambda a=agent, m=member: a.peers.remove(m, Reason.SILENT))
-        until(lambda a=agent, m=member: m in a.membership.lost)
-        done = threading.Event()
-        agent.receiver.in_io_thread(done.set)
-        assert done.wait(SOON)
-
-
 def test_two_workers_lose_each_other_before_a_pass(mesh: Mesh) -> None:
     """The worker that begins still has both."""
 
@@ -308,6 +297,52 @@ def test_two_workers_lose_each_other_before_a_pass(mesh: Mesh) -> None:
     with pytest.raises(RuntimeError, match=r"silent|no longer answers"):
         mesh.submit(0, run).result(_IN_TIME)
     assert_freed(mesh)
+
+
+# Without heartbeats, nobody decides which of two must go that have lost each other.
+UNDECIDED = pytest.mark.zrpc(workers=3, timeout=30, options={"heartbeat_timeout": 0})
+
+
+@UNDECIDED
+def test_a_worker_loses_the_creator_of_a_context_during_a_call(mesh: Mesh) -> None:
+    """A worker between the two still reaches both: it is told why no gradient can be sent."""
+
+    def last(x: Any) -> Any:
+        lose_each_other(mesh, 0, 2)
+        return layer(2, x)
+
+    def middle(x: Any) -> Any:
+        return call("worker2", last, x)
+
+    def run() -> Any:
+        with dist_autograd.context() as context_id:
+            loss = call("worker1", middle, X).sum()
+            dist_autograd.backward(context_id, [loss])
+
+    with leaving_at_once(mesh):
+        with pytest.raises(zrpc.WorkerDied, match=r"worker0 \(rank 0\) is gone: it no longer"):
+            mesh.submit(0, run).result(_IN_TIME)
+        assert_freed(mesh)
+
+
+@UNDECIDED
+def test_a_context_is_asked_for_where_its_creator_is_lost(mesh: Mesh) -> None:
+    """A late message of it, by a worker that still reaches both, begins nothing that stays."""
+
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            lose_each_other(mesh, 0, 2)
+            call("worker1", call, "worker2", layer, 2, X)
+            assert not gradients_at(mesh, 2, context_id)
+            with (
+                mesh.agent(2).as_current(),
+                pytest.raises(zrpc.WorkerDied, match="has lost its creator"),
+            ):
+                dist_autograd.get_gradients(context_id)
+
+    with leaving_at_once(mesh):
+        mesh.submit(0, run).result(_IN_TIME)
+        assert_freed(mesh)
 
 
 KEPT: dict[str, Any] = {}

@@ -120,6 +120,8 @@ class Network:
             self._read(packet)
 
     def _read(self, packet: Packet) -> None:
+        if packet.kind != "message" and (packet.to, packet.sender) in self.noticed:
+            return  # no message of a member that is lost is read; those of the protocol it refuses
         machine, sender, content = self.machines[packet.to], packet.sender, packet.content
         pair = (sender, packet.to)
         self.read_up_to[pair] = max(self.read_up_to[pair], packet.number)
@@ -154,15 +156,14 @@ class Network:
             self.unaware |= {(one, other), (other, one)}
 
     def agree(self, one: int, other: int) -> None:
-        """Others decide which of two that are parted goes; all notice that, one by one."""
+        """Others decide which of two that are parted goes; all notice that, one by one.
+
+        Until then they go on with it, and what is under way may still arrive.
+        """
         out = max(one, other)
         self.out.add(out)
         for rank in set(self.living) - {out}:
-            self.parted.add(frozenset((rank, out)))
             self.unaware |= {(rank, out), (out, rank)} - self.noticed
-        self.under_way = [
-            p for p in self.under_way if frozenset((p.sender, p.to)) not in self.parted
-        ]
 
     def undecided(self) -> list[list[int]]:
         """The parted that live, though neither of them is out."""
@@ -207,7 +208,8 @@ class Network:
         if worker != self.owners[rref_id]:
             raise Violation(f"{worker} has freed {rref_id}, which {self.owners[rref_id]} owns")
         # What the dead have handed on and nobody has read may be told too late.
-        parted = any(pair <= self.known_to[rref_id] for pair in self.parted)
+        known = self.known_to[rref_id]
+        parted = bool(known & self.out) or any(pair <= known for pair in self.parted)
         if self.givers[rref_id] & self.dead or parted:
             return
         lossy = bool(self.known_to[rref_id] & self.dead)
@@ -251,12 +253,14 @@ class Network:
         for rref_id, owner in self.owners.items():
             creator = rref_id.created_on
             # Its call may never have arrived.
-            lost = creator in self.dead or frozenset((creator, owner)) in self.parted
+            ends = frozenset((creator, owner))
+            lost = creator in self.dead or ends & self.out or ends in self.parted
             if owner in self.living and not lost and not self.freed[rref_id]:
                 raise Violation(f"{rref_id} was never freed")
 
     def _send(self, kind: str, sender: int, to: int, content: object) -> None:
-        if to not in self.dead and frozenset((sender, to)) not in self.parted:
+        cut = (sender, to) in self.noticed or frozenset((sender, to)) in self.parted
+        if to not in self.dead and not cut:
             self._sent += 1
             self.under_way.append(Packet(kind, sender, to, content, self._sent))
 

@@ -13,7 +13,7 @@ import torch
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler
-from zrpc.errors import RpcError
+from zrpc.errors import RpcError, WorkerDied
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.state import ContextState
@@ -29,11 +29,9 @@ __all__ = [
     "in_context",
     "pass_fields",
     "pass_name",
-    "unknown_context",
 ]
 
-# What messages about a context or a pass say: context, pass, id of the send. In RELEASE, the second
-# is 1 if the context's creator is lost to the sender.
+# What messages about a context or a pass say: context, pass, id of the send.
 PASS_LAYOUT = struct.Struct("<qQQ")
 
 # Ids of contexts and of passes are unique in a mesh. As in torch, the rank is above 48 bits of a
@@ -135,12 +133,29 @@ class Contexts:
         """
         state = self.state_of(context_id)
         if state is None:
-            raise unknown_context(context_id)
+            raise self.unknown(context_id)
         return state
+
+    def unknown(self, context_id: int) -> RpcError:
+        """Returns the error for a context that does not exist on this worker."""
+        why = self.why_over(context_id)
+        if why is not None:
+            return WorkerDied(why)
+        return RpcError(f"Could not find autograd context with id: {context_id}")
+
+    def why_over(self, context_id: int) -> str | None:
+        """Returns why a context is over here if that is so because its creator is lost."""
+        creator = creator_of(context_id)
+        if creator not in self._agent.membership.lost:
+            return None
+        context, here = pass_name(context_id, 0), self._agent.worker_info.name
+        why = self._agent.why_gone(creator)
+        return f"{context} is over on {here}, which has lost its creator: {why}"
 
     def states(self) -> list[ContextState]:
         """Returns the states of all contexts."""
-        return list(self._states.values())
+        with self._lock:  # a thread that is about to add one does so before, or sees what changed
+            return list(self._states.values())
 
     def gradients_if_any(self, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         """Returns the gradients here, by leaf; none if this worker took no part in the context."""
@@ -152,7 +167,8 @@ class Contexts:
         with self._lock:
             state = self._states.get(context_id)
             if state is None:
-                if context_id in self._ended:
+                # Others may not have lost its creator yet.
+                if context_id in self._ended or self.why_over(context_id) is not None:
                     return None
                 state = self._states[context_id] = ContextState(context_id)
             state.peers.add(peer)  # before the context's end, or not at all
@@ -219,11 +235,6 @@ class Contexts:
     def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
         data = PASS_LAYOUT.pack(context_id, 0, 0)
         self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
-
-
-def unknown_context(context_id: int) -> RpcError:
-    """Returns the error for a context that does not exist on this worker."""
-    return RpcError(f"Could not find autograd context with id: {context_id}")
 
 
 def creator_of(drawn_id: int) -> MemberId:

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from zrpc.calls.message_hooks import MessageHooks
+from zrpc.errors import RpcError, WorkerDied
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.contexts import Contexts, current_id, in_context
 from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, Origin, Sources
@@ -30,7 +31,8 @@ __all__ = ["Crossing"]
 
 # Context, and id of the send; 0 if there are no tensors.
 _GRAPH_LAYOUT = struct.Struct("<qQ")
-# In place of the id of a send: the sender's context has ended.
+# In place of the id of a send: the sender's context has ended. The reason is in place of the
+# sources of the tensors, if it is that the context's creator is lost to the sender.
 _ENDED = (1 << 64) - 1
 # A tensor with more sources than this has none in its message: a chain of calls would otherwise
 # send as many bytes as the square of its length. The worker that begins a pass asks then.
@@ -107,9 +109,10 @@ class Crossing(MessageHooks):
         state = self._contexts.join(context_id, encoder.destination)
         tensors = encoder.tensors.requiring_grad if torch.is_grad_enabled() else {}
         extension = encoder.extension(Tag.GRAPH)
-        send_id, sources = 0, None
+        send_id = 0
+        sources: tuple[Any, ...] | str | None = None  # of an ended context, why it is over
         if state is None:
-            send_id = _ENDED
+            send_id, sources = _ENDED, self._contexts.why_over(context_id)
         elif tensors:
             send_id = next(self._numbers)
             sources = _note_sent(state, encoder.destination, send_id, tensors.values())
@@ -136,7 +139,9 @@ class Crossing(MessageHooks):
         places, sources = pickle.loads(graph.tensors)
         tensors: Sequence[torch.Tensor] = [decoder.tensors[i].detach() for i in places]
         if state is None:
-            tensors = cut_off(tensors, OF_ENDED_CONTEXT)
+            why = sources if isinstance(sources, str) else self._contexts.why_over(graph.context_id)
+            error = WorkerDied(f"a gradient can't be sent: {why}") if why else None
+            tensors = cut_off(tensors, error or RpcError(OF_ENDED_CONTEXT))
         else:
             message = ReceivedMessage(next(self._numbers), Sources(*sources))
             if state.receives.setdefault(origin, message) is not message:

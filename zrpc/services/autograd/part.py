@@ -348,7 +348,7 @@ class Participant(RunningPart):
 
     @override
     def fail(self, error: Exception) -> None:
-        if not isinstance(error, BackwardError):
+        if not isinstance(error, (BackwardError, WorkerDied)):
             error = BackwardError(
                 f"Error on Node {self._agent.worker_info.id}: {type(error).__name__}: {error}"
             )

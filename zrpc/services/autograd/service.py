@@ -32,7 +32,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.autograd import engine
-from zrpc.services.autograd.contexts import PASS_LAYOUT, Contexts, pass_fields, unknown_context
+from zrpc.services.autograd.contexts import PASS_LAYOUT, Contexts, pass_fields
 from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.services.autograd.nodes import running
 from zrpc.services.autograd.part import (
@@ -132,7 +132,7 @@ class AutogradService(Service, BackwardOfValue):
         context_id = pass_fields(request)[0]
         state = self.contexts.join(context_id, request.sender)
         if state is None:
-            raise unknown_context(context_id)
+            raise self.contexts.unknown(context_id)
         return state
 
     def _on_backward(self, request: Message) -> None:

@@ -305,11 +305,10 @@ class RRefService(Service, MessageHooks, HasOrders):
         for fork in forks:
             if fork.owner not in self.agent.membership.infos:
                 self.agent.peers.recall(fork.owner)
-        values = []
         with self.lock:
             for fork in forks:
                 self.references.receive(fork, message.sender)
-                values.append(self.values[fork.rref_id] if fork.owner == self.member else None)
+        values = [self.find_value(f.rref_id) if f.owner == self.member else None for f in forks]
         self.settle_references()
         return [
             (fork.fork_id, self._make_handle(self, fork, value))
@@ -331,15 +330,10 @@ class RRefService(Service, MessageHooks, HasOrders):
     def on_member_lost(self, member: MemberId) -> None:
         with self.lock:
             self.references.on_member_lost(member)
-            orphans = [
-                value
-                for rref_id, value in self.values.items()
-                if rref_id.created_on == member and not value.begun
-            ]
-        for value in orphans:
-            error = OwnerDied("the worker that asked for this value died before it did")
-            error.executed = False
-            value.set(error=error)
+            values = self.values.items()
+            orphans = [(i, each) for i, each in values if i.created_on == member and not each.begun]
+        for rref_id, value in orphans:
+            value.set(error=self._orphaned(rref_id))
         self.settle_references()
         self.orders.on_member_lost()
 
@@ -393,13 +387,21 @@ class RRefService(Service, MessageHooks, HasOrders):
         creator = rref_id.created_on
         with self.lock:
             membership = self.agent.membership
-            gone = creator == self.member or creator in membership.lost
-            gone = gone or creator not in membership.infos or _number(rref_id) in self._freed
-            if rref_id in self.values or not gone:
+            lost = creator in membership.lost
+            gone = creator == self.member or lost or creator not in membership.infos
+            if rref_id in self.values or not (gone or _number(rref_id) in self._freed):
                 return self.values[rref_id]
+        what = f"the value of {rref_id} is no longer here"
         value = OwnedValue()
-        value.set(error=of_lost_message(f"the value of {rref_id} is no longer here", False))
+        value.set(error=self._orphaned(rref_id) if lost else of_lost_message(what, False))
         return value
+
+    def _orphaned(self, rref_id: RRefId) -> OwnerDied:
+        """Returns the error of a value that is not here, and whose creator is lost."""
+        why = self.agent.why_gone(rref_id.created_on)
+        error = OwnerDied(f"the value of {rref_id} is not here: {why}; it had asked for the value")
+        error.executed = False
+        return error
 
     @override
     def settle_references(self) -> None:
