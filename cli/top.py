@@ -203,7 +203,7 @@ class _Screen:
         chosen = everyone[self._chosen] if everyone else None
         parts: list[RenderableType]
         if self._detail and chosen is not None:
-            parts = [worker_screen(chosen, max(3, (console.height - 12) // 2))]
+            parts = [worker_screen(chosen, max(3, (console.height - 12) // 2), console)]
         else:
             parts = [
                 mesh_table(_title(workers), workers, key, console, chosen) for workers in meshes

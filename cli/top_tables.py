@@ -103,6 +103,8 @@ _PEER_COLUMNS = (
     _Column("room", "room", _bytes),
     _Column("state", "state"),
 )
+_FUNCTIONS_LEFT_OUT = ("queue_ms", "p50_ms", "busy", "errors", "runs")
+_PEERS_LEFT_OUT = ("room", "requests_in_progress", "calls_in_flight")
 _ACTOR_COLUMNS = (
     _Column("actor", "name"),
     _Column("number", "number"),
@@ -142,16 +144,29 @@ def mesh_table(
         console: where it will be shown.
         chosen: the row to mark.
     """
-    columns, frame = dict(_COLUMNS), box.HEAVY_HEAD
-    left_out = [name for name in _LEFT_OUT if name != key]
+
+    def build(without: Sequence[str], frame: box.Box) -> Table:
+        columns = {name: column for name, column in _COLUMNS.items() if name not in without}
+        return _mesh_table(columns, workers, key, chosen, frame)
+
+    return _fitting(title, [name for name in _LEFT_OUT if name != key], console, build)
+
+
+def _fitting(
+    title: str,
+    left_out: Sequence[str],
+    console: Console,
+    build: Callable[[Sequence[str], box.Box], Table],
+) -> Table:
+    """Returns the widest table that fits: ``build`` leaves out columns, the first ones first."""
     unbounded = console.options.update_width(_WIDEST)
-    while True:
-        table = _mesh_table(columns, workers, key, chosen, frame)
-        if Measurement.get(console, unbounded, table).maximum <= console.width or not left_out:
-            table.title, table.expand = title, True  # not before: these are as wide as they can be
-            return table
-        frame = box.SIMPLE_HEAD
-        del columns[left_out.pop(0)]
+    for count in range(len(left_out) + 1):
+        table = build(left_out[:count], box.SIMPLE_HEAD if count else box.HEAVY_HEAD)
+        if Measurement.get(console, unbounded, table).maximum <= console.width:
+            break
+    table.title, table.expand = title, True  # not before: these are as wide as they can be
+    table.title_justify, table.title_style = "left", "bold"
+    return table
 
 
 def _mesh_table(
@@ -161,7 +176,7 @@ def _mesh_table(
     chosen: WorkerRates | None,
     frame: box.Box,
 ) -> Table:
-    table = Table(title_justify="left", title_style="bold", box=frame)
+    table = Table(box=frame)
     for name, column in columns.items():
         heading = Text(column.heading, style="reverse" if name == key else "")
         table.add_column(heading, justify="left" if name in ("name", "state") else "right")
@@ -172,21 +187,32 @@ def _mesh_table(
     return table
 
 
-def worker_screen(worker: WorkerRates, rows: int) -> RenderableType:
+def worker_screen(worker: WorkerRates, rows: int, console: Console) -> RenderableType:
     """Returns the screen for one worker, with at most ``rows`` rows in each table."""
     where = f", pid {worker.pid} on {worker.host}" if worker.pid else ""
     heading = Text(f"{worker.name} (rank {worker.rank}){where}: {worker.state}", style="bold")
     if worker.why:
         return Group(heading, Text(worker.why))
-    functions = _table("Busiest functions", _FUNCTION_COLUMNS, worker.functions[:rows])
-    tables = [functions, _table("Busiest peers", _PEER_COLUMNS, worker.peers[:rows])]
+
+    def table(
+        title: str, columns: Sequence[_Column], left_out: Sequence[str], found: Sequence[object]
+    ) -> Table:
+        def build(without: Sequence[str], frame: box.Box) -> Table:
+            kept = [column for column in columns if column.attribute not in without]
+            return _table(kept, found[:rows], frame)
+
+        return _fitting(title, left_out, console, build)
+
+    functions = ("Busiest functions", _FUNCTION_COLUMNS, _FUNCTIONS_LEFT_OUT, worker.functions)
+    tables = [table(*functions)]
     if worker.actors:
-        tables.insert(1, _table("Busiest actors", _ACTOR_COLUMNS, worker.actors[:rows]))
+        tables.append(table("Busiest actors", _ACTOR_COLUMNS, (), worker.actors))
+    tables.append(table("Busiest peers", _PEER_COLUMNS, _PEERS_LEFT_OUT, worker.peers))
     return Group(heading, *tables)
 
 
-def _table(title: str, columns: Sequence[_Column], rows: Sequence[object]) -> Table:
-    table = Table(title=title, title_justify="left", expand=True)
+def _table(columns: Sequence[_Column], rows: Sequence[object], frame: box.Box) -> Table:
+    table = Table(box=frame)
     for number, column in enumerate(columns):
         table.add_column(column.heading, justify="right" if number else "left")
     for row in rows:

@@ -101,6 +101,13 @@ class TestOpenMesh:
 
         assert zrpc.rpc_sync("rollout0", with_a_child) == 5
 
+    def test_a_breakpoint_on_a_worker_is_one_of_zrpc(self) -> None:
+        def stop() -> str:
+            breakpoint(timeout=0.1)  # nobody attaches
+            return "went on"
+
+        assert zrpc.rpc_sync("learner0", stop) == "went on"
+
     def test_the_driver_serves_calls_of_workers(self) -> None:
         def ask() -> int:
             return zrpc.rpc_sync("driver", os.getpid)

@@ -180,7 +180,7 @@ TRAINING = """
 
     def run(rank, size):
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-        options = TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=50)
+        options = TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=110)
         assert isinstance(options, RpcBackendOptions)
         rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
         dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=size)

@@ -16,10 +16,11 @@ from zrpc.agent.current import find_agent
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.driver.processes import WorkerProcesses, check_interpreter
-from zrpc.errors import RpcError
+from zrpc.errors import RendezvousError, RpcError
 from zrpc.launch.roles import Roles
 from zrpc.launch.store import parse_address
 from zrpc.membership.launched import launching
+from zrpc.membership.store import connect_store
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.forks import free_in_child
 
@@ -115,6 +116,7 @@ def connect(
         secret: the mesh's cluster secret. Default: that of ``ZRPC_SECRET_FILE`` or ``ZRPC_SECRET``.
         name: this process's name, unique in the mesh.
         rpc_backend_options: for this process. ``init_method`` is ignored.
+            ``init_timeout`` seconds (default: 60) may pass until the mesh is there.
 
     Raises:
         RpcError: this process is a worker or a driver already.
@@ -133,10 +135,22 @@ def connect(
     """
     global _latest
     url = f"tcp://{parse_address(address)}"
-    place = MeetingPlace(url, None, secret, rpc_backend_options or ZmqRpcBackendOptions())
+    options = rpc_backend_options or ZmqRpcBackendOptions()
+    place = MeetingPlace(url, None, secret, options)
     with _start_lock:
         _check_free()
-        agent = place.join_as_driver(name)
+        try:
+            store = connect_store(url, None, None, options.init_timeout)
+        except RendezvousError as error:
+            reason: BaseException = error
+            while reason.__cause__ is not None:  # those above speak of workers and their variables
+                reason = reason.__cause__
+            raise RendezvousError(
+                f"expected an elastic mesh at {address} within {options.init_timeout:g} s, found "
+                f"none ({reason}): check the address, or start a mesh by zrpc launch --elastic "
+                f"--listen {address}"
+            ) from error
+        agent = place.join_as_driver(name, store)
         names = [info.name for info in agent.get_worker_infos() if info.name != name]
         _latest = DriverMesh(agent, names)
         return _latest

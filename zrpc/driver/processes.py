@@ -67,7 +67,9 @@ class WorkerProcesses:
         # As they are now, also for workers that are started again.
         self._cwd = os.getcwd()
         self._sys_path = [os.path.abspath(entry) for entry in sys.path]
-        self._base = base_environment(len(roles), env)
+        # Workers have no terminal, so `breakpoint()` waits for `zrpc debug`.
+        hook = os.environ.get("PYTHONBREAKPOINT", "zrpc.breakpoint")
+        self._base = base_environment(len(roles), {"PYTHONBREAKPOINT": hook, **env})
         self._starter = Starter(start_method(), env=self._base)
         names = [member.name for member in roles]
         self._output = Output(StreamConsole(labels=names), make_splitter=_splitter_for(len(roles)))

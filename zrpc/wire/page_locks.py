@@ -86,9 +86,17 @@ class MappedMemory(mmap.mmap):
         """The address of its first byte."""
         return ctypes.addressof(ctypes.c_char.from_buffer(self))
 
-    def __del__(self) -> None:
+    def end(self) -> None:
+        """Stays mapped until it is unlocked, if it is locked: for `__del__`."""
         if self.locked_by is not None:
-            self.locked_by.ended.append(self)  # which keeps it
+            self.locked_by.ended.append(self)
+
+
+class _LockedMemory(MappedMemory):
+    """Memory that is locked. Other memory has no `__del__`, which a Ctrl-C could be lost in."""
+
+    def __del__(self) -> None:
+        self.end()
 
 
 class PageLocks:
@@ -141,6 +149,8 @@ class PageLocks:
                 return
             if self._driver.lock(memory.address, len(memory), device):
                 memory.locked_by = self
+                if type(memory) is MappedMemory:
+                    memory.__class__ = _LockedMemory
                 self.nbytes += len(memory)
             else:
                 memory.copied = float("-inf")

@@ -72,11 +72,28 @@ def test_top_shows_a_table_of_actors(caller: Mesh, busy: Any) -> None:
 
     snapshot = take_snapshot(caller.agent(1), 0)
     view = MeshView({snapshot.member: Snapshot.parse(snapshot.dump())})
+    worker = mesh_rates([], view)[0]
     out = io.StringIO()
-    Console(file=out, width=120).print(worker_screen(mesh_rates([], view)[0], 10))
+    console = Console(file=out, width=120)
+    console.print(worker_screen(worker, 10, console))
     [row] = [line for line in out.getvalue().splitlines() if "Replay.sample" in line]
     assert row.split("│")[1].strip() == "Replay" if "│" in row else row.split()[0] == "Replay"
     assert "Busiest actors" in out.getvalue()
+
+
+def test_the_screen_of_a_worker_reads_well_at_80_columns(caller: Mesh, busy: Any) -> None:
+    from rich.console import Console
+
+    from zrpc.cli.top_tables import worker_screen
+
+    snapshot = take_snapshot(caller.agent(1), 0)
+    view = MeshView({snapshot.member: Snapshot.parse(snapshot.dump())})
+    out = io.StringIO()
+    console = Console(file=out, width=80)
+    console.print(worker_screen(mesh_rates([], view)[0], 10, console))
+    assert "…" not in out.getvalue()
+    assert max(map(len, out.getvalue().splitlines())) <= 80
+    assert "bytes in/s" in out.getvalue()
 
 
 def test_a_time_out_says_behind_what_the_call_waits(caller: Mesh, busy: Any) -> None:

@@ -13,8 +13,6 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from typing_extensions import override
-
 from zrpc.errors import ProtocolError
 from zrpc.services.shm.records import Place
 from zrpc.services.shm.segments import MAX_SEGMENTS
@@ -44,11 +42,10 @@ class SegmentMap(MappedMemory):
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return SegmentMap(self.fd, len(self), mmap.MAP_PRIVATE, protection)
 
-    @override
     def __del__(self) -> None:
         if self.fd >= 0:
             os.close(self.fd)
-        super().__del__()
+        self.end()
 
 
 @dataclass(eq=False)
