@@ -18,6 +18,7 @@ from tests.support.observed import stats_of
 from tests.support.steps import at_entry, at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
+from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import Mesh, local_mesh
 
 pytestmark = pytest.mark.system  # they take some seconds in all
@@ -221,7 +222,7 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
 
 
 # Torch drops what is raised as it begins a callback.
-WITHOUT_CALLBACKS = [sync, large_tensor, by_remote, cancelled]
+WITHOUT_CALLBACKS = [sync, large_tensor, by_remote, cancelled, in_context]
 
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
@@ -243,6 +244,8 @@ def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
         assert not thread.is_alive(), number
         work()
     assert until(lambda: settles(mesh))
+    contexts = [mesh.agent(rank).service(AutogradService) for rank in range(2)]
+    assert until(lambda: not any(map(len, contexts)))
 
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
