@@ -273,17 +273,21 @@ class Initiator(RunningPart):
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer to BACKWARD, with gradients, or the error; in the I/O thread."""
-        peer, outcome = call.peer, call.claim()
-        if isinstance(outcome, Exception):
-            self.fail(outcome)
-        elif outcome.kind == Kind.ERROR:
-            self.fail_as(bytes(outcome.body))
-        else:
-            send_id = pass_fields(outcome)[2]
-            if send_id:
-                self.mailbox.deliver((peer, send_id), outcome)
-            self._asked.discard(peer)
-            self.mailbox.deliver((peer, 0), None)
+        try:
+            peer, outcome = call.peer, call.claim()
+            if isinstance(outcome, Exception):
+                self.fail(outcome)
+            elif outcome.kind == Kind.ERROR:
+                self.fail_as(bytes(outcome.body))
+            else:
+                send_id = pass_fields(outcome)[2]
+                if send_id:
+                    self.mailbox.deliver((peer, send_id), outcome)
+                self._asked.discard(peer)
+                self.mailbox.deliver((peer, 0), None)
+        except Exception as error:  # no memory for a frame, say; the answer comes only once
+            self.fail(error)
+            raise
 
 
 class Participant(RunningPart):

@@ -141,14 +141,16 @@ class Loans:
         # which no signal handler interrupts (what that raised would be lost).
         watched = [weakref.ref(view, self.ended.append) for view in views]
         loan = Loan(owner, number, weakref.ref(memory), watched, len(views))
-        self._open.update((id(each), loan) for each in watched)
+        self._open.update(dict.fromkeys(map(id, watched), loan))
         return views
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []
         while self.ended:
-            loan = self._open.pop(id(self.ended.popleft()))
+            loan = self._open.pop(id(self.ended.popleft()), None)
+            if loan is None:  # there was no memory to enter it
+                continue
             loan.left -= 1
             if loan.left == 0:
                 loans.append(loan)
