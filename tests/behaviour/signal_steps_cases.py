@@ -1,4 +1,4 @@
-"""Signals whose handlers interrupt any step of zrpc's code: make calls there, or raise."""
+"""Signals whose handlers interrupt any step of zrpc's code, and errors as any function begins."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ import torch
 import zrpc as rpc
 from tests.support.handled import signal_handlers
 from tests.support.observed import stats_of
-from tests.support.steps import at_step, some_steps
+from tests.support.steps import at_entry, at_step, some_steps
 from tests.support.targets import echo
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
+from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import Mesh, local_mesh
 
 pytestmark = pytest.mark.system  # they take some seconds in all
@@ -218,6 +219,33 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
         raised.clear()
         work()
     assert until(lambda: settles(mesh))
+
+
+# Torch drops what is raised as it begins a callback.
+WITHOUT_CALLBACKS = [sync, large_tensor, by_remote, cancelled, in_context]
+
+
+@pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
+@pytest.mark.parametrize("work", WITHOUT_CALLBACKS)
+def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
+    """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    def in_a_thread(number: int) -> None:
+        with mesh.agent(0).as_current(), contextlib.suppress(Exception), at_entry(number, fail):
+            work()
+
+    for number in some_steps(work, at=at_entry):
+        thread = threading.Thread(target=in_a_thread, args=(number,), daemon=True)
+        thread.start()
+        thread.join(SOON)
+        assert not thread.is_alive(), number
+        work()
+    assert until(lambda: settles(mesh))
+    contexts = [mesh.agent(rank).service(AutogradService) for rank in range(2)]
+    assert until(lambda: not any(map(len, contexts)))
 
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)

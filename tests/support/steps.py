@@ -17,7 +17,7 @@ from typing import Any
 
 import zrpc
 
-__all__ = ["Steps", "at_step", "count_steps", "interrupt", "some_steps"]
+__all__ = ["Steps", "at_entry", "at_step", "count_steps", "interrupt", "some_steps"]
 
 _ROOT = Path(zrpc.__file__).parent
 _COUNTED = f"{_ROOT}{os.sep}"
@@ -48,7 +48,7 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
     The lines that run in the action don't count. What it raises, the line raises, as if a signal's
     handler had. Two kinds of lines don't count: those with ``with``, which run once more at the end
     of the block, where no handler runs, or locks would not be released; and those of finalizers
-    (``__del__``), in which Python drops what is raised.
+    (``__del__``) and of what they call, where Python drops what is raised.
     """
     steps = Steps()
 
@@ -57,7 +57,9 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
         path = code.co_filename
         if not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
             return None
-        if event == "line" and code.co_name != "__del__":
+        if event == "call" and _in_finalizer(frame):
+            return None
+        if event == "line":
             line = linecache.getline(path, frame.f_lineno)
             if not line.lstrip().startswith("with "):
                 steps.count += 1
@@ -76,21 +78,58 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
         gc.enable()
 
 
+@contextlib.contextmanager
+def at_entry(number: int, action: Callable[[], object]) -> Iterator[Steps]:
+    """Does what `at_step` does, as a function of zrpc begins: as if there were no memory for it.
+
+    Not in finalizers, nor as a block of ``with`` ends, which was entered at the same depth.
+    """
+    steps = Steps()
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        path = code.co_filename
+        if event != "call" or not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
+            return
+        if code.co_name != "__exit__" and not _in_finalizer(frame):
+            steps.count += 1
+            if steps.count == number:
+                steps.place = f"{path}:{frame.f_lineno} in {code.co_name}"
+                action()
+
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        yield steps
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+
+
+def _in_finalizer(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def interrupt() -> None:
     """Does what Ctrl-C does, in the main thread."""
     signal.raise_signal(signal.SIGINT)
 
 
-def count_steps(work: Callable[[], object]) -> int:
+def count_steps(work: Callable[[], object], at: Any = at_step) -> int:
     """Returns how many steps a piece of work takes. It varies a little with the other threads."""
-    with at_step(0, lambda: None) as steps:
+    with at(0, lambda: None) as steps:
         work()
-    return steps.count
+    count: int = steps.count
+    return count
 
 
-def some_steps(work: Callable[[], object], seed: int = 0) -> Iterator[int]:
+def some_steps(work: Callable[[], object], seed: int = 0, at: Any = at_step) -> Iterator[int]:
     """Yields steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all."""
-    total = count_steps(work)
+    total = count_steps(work, at)
     if total <= _STEPS:
         yield from itertools.chain(range(1, total + 1))
     else:

@@ -85,3 +85,14 @@ def test_what_only_resembles_an_outcome_of_a_test_does_not_stop_the_caller() -> 
 
     assert type(there(Skipped("mine"))) is RemoteError
     assert type(there(type("Failed", (BaseException,), {})("mine"))) is RemoteError
+
+
+def test_a_function_by_value_that_lacks_a_name_says_whose_globals_it_has() -> None:
+    names: dict[str, Any] = {"__name__": "__main__"}
+    exec("def use(): return missing", names)
+    with pytest.raises(NameError) as raised_there:
+        names["use"]()
+    loaded = load_exception(dump_exception(raised_there.value, WHERE, same_main=False))
+    assert "use came by value from another worker's main script" in str(loaded.__cause__)
+    found = load_exception(dump_exception(raised(NameError("x")), WHERE, same_main=False))
+    assert "by value" not in str(found.__cause__)

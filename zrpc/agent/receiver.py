@@ -134,7 +134,11 @@ class Receiver:
             while gate.locked() and time.monotonic() < end:
                 self._turn(end)
         finally:
-            self._threads.leave()
+            try:
+                self._threads.leave()
+            except BaseException:  # no memory for its frame, for example: else nobody receives
+                self._threads.leave()
+                raise
         others = len(self._in_flight)
         if others and (own_calls is None or others > own_calls()):
             self._threads.end_rest()

@@ -208,22 +208,26 @@ class PendingCalls:
             if call.state is _UNSENT and isinstance(outcome, RpcError):
                 outcome.executed = False
         now = monotonic()
-        # Before the gate opens: a program that has the answer finds the call counted.
-        self.counts[call.what or call.kind].add(now - call.begun, failed)
-        if call.observation is not None:
-            call.observation.on_settled(call, outcome, failed, now)
-        call.holds = None
-        call.outcome = [outcome]
-        call.gate.release()
-        if call.parent is not None:
-            call.parent.release(call)
-        for each in ready:
-            if each.room is not None:
-                each.room.go()
-        if call.follower is not None:
-            follower, call.follower = call.follower, None  # or the two would keep each other
-            if notify:
-                follower.on_settled(call)
+        try:
+            # Before the gate opens: a program that has the answer finds the call counted.
+            self.counts[call.what or call.kind].add(now - call.begun, failed)
+            if call.observation is not None:
+                call.observation.on_settled(call, outcome, failed, now)
+        finally:  # whatever fails, if there is no memory for a frame, say: nobody waits without end
+            call.holds = None
+            call.outcome = [outcome]
+            call.gate.release()
+            try:
+                if call.parent is not None:
+                    call.parent.release(call)
+                for each in ready:
+                    if each.room is not None:
+                        each.room.go()
+            finally:
+                if call.follower is not None:
+                    follower, call.follower = call.follower, None  # or the two keep each other
+                    if notify:
+                        follower.on_settled(call)
         return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:

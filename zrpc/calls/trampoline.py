@@ -95,10 +95,14 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
             run(job, _done, at_once)
         return
     nesting = _nesting
-    if not nesting.depth:
-        # With a stack that is nearly full, callbacks don't nest at all.
-        nesting.max_depth = 1 if stack_is_full() else _MAX_DEPTH
-    elif nesting.depth >= nesting.max_depth and not at_once:
+    try:
+        if not nesting.depth:
+            # With a stack that is nearly full, callbacks don't nest at all.
+            nesting.max_depth = 1 if stack_is_full() else _MAX_DEPTH
+    except BaseException as error:  # no memory for a frame, for example
+        _fail(job, error)
+        return
+    if nesting.depth and nesting.depth >= nesting.max_depth and not at_once:
         nesting.added.append(job)
         return
     # A job that runs at once, deeper than the limit, leaves the postponed jobs to those above it:
@@ -176,8 +180,12 @@ def _run_job(job: Job) -> None:
     try:
         job()
     except BaseException as error:
-        # No room left on the stack, for example. The job's future must be completed even then.
-        try:
-            job.fail(error)
-        except BaseException:
-            logger.exception("A callback of a Future failed")
+        _fail(job, error)  # no room left on the stack, for example
+
+
+def _fail(job: Job, error: BaseException) -> None:
+    """Completes the job's future: it must be completed even then."""
+    try:
+        job.fail(error)
+    except BaseException:
+        logger.exception("A callback of a Future failed")

@@ -174,7 +174,7 @@ class Membership:
         Others may still refer to that worker. Returns None if there was no such worker.
         """
         rank, incarnation = rank_of(member), incarnation_of(member)
-        if member in self.records or incarnation >= self.starts.get(rank, 0):
+        if member in self.records or not 0 <= incarnation < self.starts.get(rank, 0):
             return None
         token = f"{member:032x}"  # no worker draws it
         return PeerRecord("departed", rank, 0, token, "", "", "", incarnation=incarnation)

@@ -32,6 +32,7 @@ long.
 from __future__ import annotations
 
 import contextvars
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -40,9 +41,12 @@ from functools import partial
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 from zrpc.runtime.job_times import JobTimes
+from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
 __all__ = ["LONGEST_SITTING", "LeaderFollower"]
+
+logger = logging.getLogger(__name__)
 
 # Seconds between two checks of the follower: at first, and at most. A leader that is in the same
 # job at both loses the lead: in the meantime nothing is received, neither replies nor reference
@@ -230,10 +234,14 @@ class LeaderFollower:
         """The life of one thread."""
         set_owner(self)
         while not self._stopping:
-            if self._leader == me:
-                self._lead(me)
-            else:
-                self._follow(me)
+            try:
+                if self._leader == me:
+                    self._lead(me)
+                else:
+                    self._follow(me)
+            except Exception:  # no memory for a frame, for example: else nobody receives
+                with printing_errors():
+                    logger.exception("an I/O thread goes on after an error")
 
     def _lead(self, me: int) -> None:
         with self._seat:

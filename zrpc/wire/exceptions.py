@@ -53,12 +53,29 @@ def dump_exception(
         same_main: whether a name in ``__main__`` means the same at the receiver.
         in_graph: whether tensors that require grad are part of an autograd graph.
     """
-    hint = advice(error)
+    hint = advice(error) or _advice_on_name(error)
     text = f"On {where}:\n{_safe_repr(error)}\n{traceback_of(error)}"
     if hint is not None:
         text = f"On {where}: {hint}\n{text}"
     return pickle.dumps(
         (_safe_repr(error), text, _pickled(error, same_main, in_graph)), pickle.HIGHEST_PROTOCOL
+    )
+
+
+def _advice_on_name(error: BaseException) -> str | None:
+    """Returns what to do if a function that came by value uses a name that its sender lacks."""
+    trace = error.__traceback__ if isinstance(error, NameError) else None
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return None
+    names, main = trace.tb_frame.f_globals, sys.modules.get("__main__")
+    if names.get("__name__") != "__main__" or names is vars(main):
+        return None
+    return (
+        f"{trace.tb_frame.f_code.co_name} came by value from another worker's main script, and has "
+        "the globals of that script: define the name there too, or move the function to a module "
+        "that both import"
     )
 
 

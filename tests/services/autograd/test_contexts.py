@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,8 +26,10 @@ from tests.services.autograd.split_models import (
 )
 from tests.support.identity import Same, here
 from tests.support.waiting import until
+from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import Mesh
+from zrpc.wire.kind import Kind, Tag
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -309,6 +312,18 @@ def test_arguments_that_a_handler_has_kept(caller: Mesh) -> None:
         with pytest.raises(RuntimeError, match=ENDED):
             dist_autograd.backward(context_id, [loss])
     assert_freed(caller)
+
+
+@pytest.mark.parametrize("context_id", [77 << 48, -1, (1 << 48) + (5 << 32)])
+def test_a_message_about_a_context_that_nobody_can_have_made(mesh: Mesh, context_id: int) -> None:
+    """It is refused, and nothing is kept of it."""
+    agent = mesh.agent(0)
+    to = agent.membership.find("worker1")
+    graph = Tag.GRAPH, struct.pack("<qQ", context_id, 0)
+    for extension in (graph, (Tag.PASS, PASS_LAYOUT.pack(context_id, 1, 0))):
+        with agent.as_current(), pytest.raises(zrpc.ProtocolError, match="expected the id of a"):
+            agent.caller.call(to, Kind.CALL, (max, (1, 2), {}), 20, extension=extension)
+    assert_freed(mesh)
 
 
 def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: Held) -> None:

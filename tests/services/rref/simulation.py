@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class Network:
         self.read_up_to: Counter[tuple[int, int]] = Counter()
         self._made_ids: Counter[int] = Counter()  # by each worker
         self._sent = 0
+        self.broken = False  # whether messages were lost since all have talked to all
+        self.clock = 0.0
 
     # what programs do
 
@@ -179,6 +182,26 @@ class Network:
                 if (other.sender, other.to) != pair or other.number < packet.number
             ]
 
+    def break_off(self, packet: Packet) -> None:
+        """Loses a message of the protocol between two that live, with its connection."""
+        if packet.kind == "message":
+            self.under_way.remove(packet)
+            self.broken = True
+
+    def _find_out(self) -> None:
+        """What is lost shows by later messages; so all talk to all, and some time passes."""
+        self.broken = False
+        for one, other in itertools.permutations(self.living, 2):
+            self.create(one, other)
+            self.drop(self.handles[-1])
+        for _ in range(3):
+            while self.under_way:
+                self.deliver(self.under_way[0])
+            self.clock += 60.0
+            for rank in self.living:
+                self.machines[rank].expire(self.clock)
+                self._pump(rank)
+
     def notice(self, worker: int, dead: int) -> None:
         self.unaware.remove((worker, dead))
         self.noticed.add((worker, dead))
@@ -235,13 +258,13 @@ class Network:
 
     def finish(self, order: random.Random) -> None:
         """Drops all handles, delivers everything, and checks that nothing is left."""
-        while self.handles or self.under_way or self.unaware or self.undecided():
+        while self.handles or self.under_way or self.unaware or self.undecided() or self.broken:
             moves = [
                 *((self.drop, (handle,)) for handle in self.handles),
                 *((self.deliver, (packet,)) for packet in self.under_way),
                 *((self.notice, pair) for pair in sorted(self.unaware)),
                 *((self.agree, pair) for pair in self.undecided()),
-            ]
+            ] or [(self._find_out, ())]
             move, arguments = order.choice(moves)
             move(*arguments)
         for rank in self.living:
@@ -273,6 +296,7 @@ class Network:
 # this, a failing schedule shrinks to the few steps that matter.
 ORDINARY = ("create", "hand on", "hand on", "cancel", "drop", "deliver", "deliver", "repeat")
 WITH_LOSSES = (*ORDINARY, "kill", "notice", "lose packet")
+WITH_BREAKS = (*ORDINARY, "break off")
 WITH_PARTITIONS = (*ORDINARY, "part", "notice", "agree")
 Step = tuple[str, int, int]
 
@@ -312,6 +336,8 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.deliver(packet)
     elif what == "repeat" and packet:
         network.repeat(packet)
+    elif what == "break off" and packet:
+        network.break_off(packet)
     elif what == "lose packet" and packet:
         network.lose_packet(packet)
     elif what == "kill" and len(living) > 2:

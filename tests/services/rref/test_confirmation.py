@@ -13,6 +13,7 @@ from tests.support.observed import calls_to
 from tests.support.waiting import SOON, until
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
 from zrpc.services.rref.protocol import References
+from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh, faults
 
 pytestmark = pytest.mark.zrpc(workers=3, faults=True)
@@ -152,3 +153,16 @@ def test_it_begins_once_if_the_owner_is_lost_or_the_deadline_has_passed(event: A
     event(references)
     references.on_member_lost(OWNER)
     assert references.ready == [begin]
+
+
+def test_the_end_of_a_fork_that_was_lost_is_told_again(mesh: Mesh) -> None:
+    """As soon as a later message shows that one is missing."""
+    owned = mesh.agent(2).service(RRefService).stats
+    with mesh.agent(0).as_current():
+        rref = zrpc.remote("worker2", dict)
+        rref.to_here()
+        with faults.drop(mesh, 0, 2) as fault:
+            del rref
+            until(lambda: fault.happened)
+        zrpc.remote("worker2", list).to_here()
+        until(lambda: not owned()["rrefs_owned"], lambda: str(owned()))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.services.rref.simulation import (
     ORDINARY,
+    WITH_BREAKS,
     WITH_LOSSES,
     WITH_PARTITIONS,
     Network,
@@ -56,6 +57,13 @@ def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(
 def test_nothing_is_kept_when_workers_that_live_lose_each_other(
     size: Any, schedule: Any, seed: Any
 ) -> None:
+    run(size, schedule, seed)
+
+
+@pytest.mark.system
+@thorough
+@given(size=SIZES, schedule=schedules(WITH_BREAKS), seed=SEEDS)
+def test_nothing_is_kept_when_connections_break(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 

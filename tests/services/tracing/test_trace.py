@@ -300,6 +300,7 @@ def test_two_traces_at_a_time_have_what_is_theirs(mesh: Mesh, tmp_path: Path) ->
     mesh.run(0, rpc.rpc_sync, "worker1", pow, args=(1, 2))
     outer = traced(mesh, tmp_path / "outer.json", program)
     inner = Trace(tmp_path / "inner.json")
+    assert not (tmp_path / "inner.json").stat().st_mode & 0o077  # not for other users
     for name, in_outer, in_inner in (("pow", 0, 0), ("max", 1, 0), ("min", 1, 1), ("abs", 1, 0)):
         call = f"rpc_sync#{name}(worker0 -> worker1)"
         assert (len(outer.all(call)), len(inner.all(call))) == (in_outer, in_inner)

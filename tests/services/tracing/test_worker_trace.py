@@ -31,6 +31,7 @@ def test_what_is_written_is_read_while_the_worker_runs_and_after(tmp_path: Path)
     writer = PartWriter(tmp_path / "new", recording, CAPACITY, describe)
     path = tmp_path / "new" / f"w.3-3{RUNNING}"
     assert WorkerTrace.read(path) == describe()
+    assert not path.stat().st_mode & 0o077  # not for other users
     record(recording, 1)
     until(lambda: names(WorkerTrace.read(path)) == ["span 1"])
     record(recording, 2)

@@ -8,6 +8,7 @@ import itertools
 import struct
 from collections import deque
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 
@@ -105,7 +106,12 @@ class Contexts:
     def _end(self, context_id: int) -> None:
         with uninterrupted:  # nobody else ends the context
             current_id.set(None)
-            self.release(context_id, known_to=self._own_id)
+            try:
+                self.release(context_id, known_to=self._own_id)
+            except BaseException:  # no memory for a frame, for example
+                again = partial(self.release, context_id, self._own_id)
+                self._agent.receiver.in_next_turn(again)
+                raise
 
     def current(self) -> int:
         """Returns the id of the context that this thread is in.
@@ -174,6 +180,26 @@ class Contexts:
             state.peers.add(peer)  # before the context's end, or not at all
         return state
 
+    def read_pass(self, _: Message, data: bytes) -> tuple[int, int, int]:
+        """Reads the fields of `PASS_LAYOUT`; in the I/O thread.
+
+        Raises:
+            ProtocolError: as `check`.
+        """
+        context_id, pass_id, send_id = PASS_LAYOUT.unpack(data)
+        self.check(context_id)
+        return context_id, pass_id, send_id
+
+    def check(self, context_id: int) -> None:
+        """Checks the id of a context in a message; in the I/O thread.
+
+        Raises:
+            ProtocolError: no member has drawn that id.
+        """
+        creator = creator_of(context_id)
+        if creator not in self._agent.membership.infos:
+            self._agent.peers.recall(creator)
+
     def note_end(self, context_id: int) -> None:
         """Notes that a context has ended, unless this worker takes part in it: it is told then."""
         with self._lock:
@@ -182,18 +208,27 @@ class Contexts:
 
     def release(self, context_id: int, known_to: MemberId) -> None:
         """Ends a context here and on all workers that took part, except one that knows it."""
-        for peer in self._forget(context_id) - {self._own_id, known_to}:
-            self._post(peer, Kind.RELEASE, context_id)
+        state = self._forget(context_id)
+        if state is None:
+            return
+        peers = state.peers - {self._own_id, known_to}
+        try:
+            for peer in peers:
+                self._post(peer, Kind.RELEASE, context_id)
+        except BaseException:  # no memory for a frame, for example; none minds to hear it twice
+            for peer in peers:
+                again = partial(self._post, peer, Kind.RELEASE, context_id)
+                self._agent.receiver.in_next_turn(again)
+            raise
+        finally:
+            state.clear()
 
-    def _forget(self, context_id: int) -> set[MemberId]:
-        """Ends a context here; returns the workers that took part, as far as is known."""
+    def _forget(self, context_id: int) -> ContextState | None:
+        """Notes that a context has ended; returns its state, to be cleared."""
         with self._lock:
             state = self._states.pop(context_id, None)
             self._ended.append(context_id)
-        if state is None:
-            return set()
-        state.clear()
-        return state.peers
+        return state
 
     def _on_release(self, message: Message) -> None:
         self.release(pass_fields(message)[0], known_to=message.sender)
@@ -206,6 +241,7 @@ class Contexts:
         for state in self.states():
             if creator_of(state.context_id) in self._agent.membership.lost:
                 self._forget(state.context_id)
+                state.clear()
         self.on_messages_lost(member)
 
     def on_messages_lost(self, member: MemberId) -> None:

@@ -123,6 +123,7 @@ class Crossing(MessageHooks):
     def read_graph(self, message: Message, data: bytes) -> Graph:
         """Reads which context a message is in; in the I/O thread."""
         context_id, send_id = _GRAPH_LAYOUT.unpack_from(data)
+        self._contexts.check(context_id)
         state = None
         if send_id == _ENDED:
             self._contexts.note_end(context_id)

@@ -32,7 +32,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.autograd import engine
-from zrpc.services.autograd.contexts import PASS_LAYOUT, Contexts, pass_fields
+from zrpc.services.autograd.contexts import Contexts, pass_fields
 from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.services.autograd.nodes import running
 from zrpc.services.autograd.part import (
@@ -80,7 +80,7 @@ class AutogradService(Service, BackwardOfValue):
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
         return {
             Tag.GRAPH: self._crossing.read_graph,
-            Tag.PASS: lambda _, data: PASS_LAYOUT.unpack(data),
+            Tag.PASS: self.contexts.read_pass,
         }
 
     @override

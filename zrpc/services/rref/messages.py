@@ -80,6 +80,7 @@ class Verb(IntEnum):
     ADD = 1
     ADDED = 2
     DELETE = 3
+    RESEND = 4
 
 
 class ReferenceMessage(NamedTuple):
@@ -89,7 +90,8 @@ class ReferenceMessage(NamedTuple):
         verb: its meaning.
         serial: its number among those from its sender to its receiver, from 0.
         rref_id: the value.
-        fork_id: the fork. The member that handed it on has drawn its id.
+        fork_id: the fork. The member that handed it on has drawn its id. For RESEND, its number is
+            the serial of the first message that is missing.
         parent_id: for ADD, that member's own fork.
     """
 

@@ -23,6 +23,7 @@ ADD          user, owner             I hold this fork, which that parent gave me
                                      which I had before the value was made again
 ADDED        owner, user and parent  this fork is listed
 DELETE       user, owner             this fork has ended
+RESEND       any, any                a message of yours is missing: send it and the later ones again
 ============ ======================= ===================================================
 
 Messages may arrive in any order and more than once:
@@ -31,6 +32,9 @@ Messages may arrive in any order and more than once:
   carries a fork (a call, an answer) has none. If a fork arrives at its user again, it gets one
   more handle there, or none if it was among the last forks to end. An owner takes it for another
   fork.
+- A message may be lost as a connection breaks. That shows by a number that is left out for some
+  seconds after a later one has come. Each worker keeps its latest messages to each other one, to
+  send them again.
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
@@ -45,7 +49,7 @@ the sender of that word, or the worker that has the fork.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -60,6 +64,11 @@ _ENDED_REMEMBERED = 64
 # A message may arrive after this many that were sent later: what was read from a connection before
 # it broke can come after what the next connection brought.
 _MAX_AHEAD = 1 << 14
+
+# After this time a message that others have overtaken counts as lost.
+_LATE_SECONDS = 2.0
+# The latest messages to each member that are kept: as many as are sent as one.
+_RESENT = 256
 
 
 @dataclass(slots=True)
@@ -105,6 +114,24 @@ class _Serials:
 
     next: int = 0
     ahead: set[int] = field(default_factory=set)
+    # The last number that was missing in `is_late`, since when, and whether that was said.
+    _missing: int = -1
+    _since: float = 0.0
+    _said: bool = False
+
+    def is_late(self, now: float) -> bool:
+        """Returns whether the next number is late, once; it counts as seen if it stays so."""
+        if not self.ahead:
+            return False
+        if self._missing != self.next:
+            self._missing, self._since, self._said = self.next, now, False
+        elif now - self._since >= _LATE_SECONDS:
+            if not self._said:
+                self._since, self._said = now, True
+                return True
+            self.next = min(self.ahead)
+            self._advance()
+        return False
 
     def admit(self, serial: int) -> bool:
         """Notes a number; returns False if it was noted before."""
@@ -113,10 +140,13 @@ class _Serials:
         self.ahead.add(serial)
         if len(self.ahead) > _MAX_AHEAD:
             self.next = min(self.ahead)
+        self._advance()
+        return True
+
+    def _advance(self) -> None:
         while self.next in self.ahead:
             self.ahead.remove(self.next)
             self.next += 1
-        return True
 
 
 class References:
@@ -140,6 +170,7 @@ class References:
         self._waiting: list[_Waiting] = []
         self._lost: set[MemberId] = set()
         self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
+        self._sent: dict[MemberId, deque[ReferenceMessage]] = {}
         self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
@@ -318,7 +349,13 @@ class References:
             self.ready.append(begin)
 
     def expire(self, now: float) -> None:
-        """Adds handlers to `ready` at their deadline, though their forks are not listed."""
+        """Adds handlers to `ready` at their deadline, though their forks are not listed.
+
+        Also asks for messages that are late.
+        """
+        for member, serials in self._serials_in.items():
+            if serials.is_late(now):
+                self._send(member, Verb.RESEND, NO_FORK, ForkId(self._own_id, serials.next))
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
             self.ready.append(waiting.begin)
@@ -352,12 +389,17 @@ class References:
                 self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
+        elif verb is Verb.RESEND:
+            sent = self._sent.get(sender, ())
+            self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
         else:
             self._delete(rref_id, fork_id, sender)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
         self._lost.add(member)
+        self._sent.pop(member, None)
+        self._serials_in.pop(member, None)
         for rref_id, owned in list(self._owned.items()):
             for by_member in (owned.forks, owned.ended_early):
                 for fork_id in [f for f, holder in by_member.items() if holder == member]:
@@ -384,3 +426,5 @@ class References:
         self._serials_out[to] += 1
         message = ReferenceMessage(verb, serial, rref_id, fork_id, parent_id)
         self.outgoing.append((to, message))
+        if to not in self._lost:
+            self._sent.setdefault(to, deque(maxlen=_RESENT)).append(message)

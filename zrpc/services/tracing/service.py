@@ -218,6 +218,7 @@ def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> Non
     # Several workers may do this at once.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
+        part.touch(0o600)
         part.write_text(json.dumps(chrome_trace(traces, missing)))
         part.replace(path)
     except OSError:  # a full disk, say
