@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from tests.support.waiting import SOON
+from zrpc.errors import ProtocolError
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
 
@@ -34,14 +35,29 @@ def test_the_other_parts_of_a_tick_go_on_if_one_fails(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_what_one_service_makes_of_a_loss_keeps_nothing_else_from_it(mesh: Mesh) -> None:
-    """Here a member's message was in the context of a worker that does not exist."""
+def test_what_one_service_makes_of_a_loss_keeps_nothing_else_from_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, told = mesh.agent(1), threading.Event()
+
+    def fail(_: object) -> None:
+        raise KeyError("on purpose")
+
+    monkeypatch.setattr(next(iter(agent.services)), "on_member_lost", fail)
+    agent.lost.add(lambda _: told.set())
+    mesh.agent(2).shutdown(graceful=False)
+    assert told.wait(SOON)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_a_context_of_no_member_is_refused_and_a_loss_is_noticed_afterwards(mesh: Mesh) -> None:
     context = struct.pack("<QQ", 9 << 48, 1)
     agent, told = mesh.agent(1), threading.Event()
     agent.lost.add(lambda _: told.set())
-    with mesh.agent(2).as_current():
-        mesh.agent(2).caller.call(
+    other = mesh.agent(2)
+    with other.as_current(), pytest.raises(ProtocolError, match="expected the id of a member"):
+        other.caller.call(
             agent.worker_info, Kind.CALL, (max, (1, 2), {}), 20, extension=(Tag.GRAPH, context)
         )
-    mesh.agent(2).shutdown(graceful=False)
+    other.shutdown(graceful=False)
     assert told.wait(SOON)
