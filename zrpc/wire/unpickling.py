@@ -74,8 +74,8 @@ class Decoder:
             MemoryError: there is no memory left for the object.
         """
         before = getattr(_unpacking, "decoder", None)
-        _unpacking.decoder = self
         try:
+            _unpacking.decoder = self
             buffers = self.message.buffers
             ready = map(aligned, buffers) if buffers else ()
             if fetch is not None:
@@ -133,8 +133,8 @@ def unpack_part(part: Message, fills: Sequence[Any]) -> Any:
     inner = Decoder(whole.owner, part)
     inner.fills = fills
     ready = map(aligned, part.buffers)
-    _unpacking.decoder = inner
     try:  # errors are those of the whole message
+        _unpacking.decoder = inner
         if whole.fetch is not None:
             return _Fetching(part.body, ready, whole.fetch).load()
         return pickle.loads(part.body, buffers=ready)
