@@ -11,6 +11,7 @@ import selectors
 import socket
 import struct
 import threading
+from pathlib import Path
 from types import TracebackType
 
 from tests.support.waiting import SOON
@@ -59,6 +60,14 @@ class BreakingRelay:
         endpoints[receiver] = relay.endpoint
         network.connect(endpoints)
         return relay
+
+    @property
+    def all_read(self) -> bool:
+        """Whether the target has read all that was sent on to it."""
+        ports = {end.getsockname()[1] for end, is_target in self._ends.values() if is_target}
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        unread = {int(row[2].split(":")[1], 16) for row in rows if int(row[4].split(":")[1], 16)}
+        return not ports & unread
 
     def break_after(self, count: int) -> None:
         """Breaks all connections when ``count`` more bytes have been sent on to the target.
