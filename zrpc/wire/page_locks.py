@@ -2,7 +2,8 @@
 
 What is copied between a device and other memory goes through a buffer of the driver. Measured on an
 H100: 16 MiB take 1.0 ms that way, and 0.3 ms from or to memory that is locked. But locking it takes
-as long as tens of copies. So a segment of shared memory is locked when much has been copied.
+as long as one copy to fifty, depending on its size. So a segment of shared memory is locked when
+much has been copied.
 
 Unlocking waits for all work that the device was given. That may be a collective that waits for
 another worker, so nothing may wait for the unlocking: a thread of its own does it.
@@ -119,8 +120,10 @@ class PageLocks:
         # By its address. Single operations on it are atomic.
         self._known: weakref.WeakValueDictionary[int, MappedMemory] = weakref.WeakValueDictionary()
         self._unlocking: threading.Thread | None = None
-        # Guards the number of bytes, whether memory is locked, and the thread that unlocks.
+        # Guards the number of bytes, and whether memory is locked; held while the driver locks it.
         self._lock = free_in_child(UninterruptedLock())
+        # Guards the thread that unlocks. I/O threads take it, and don't wait for the driver.
+        self._starting = free_in_child(UninterruptedLock())
 
     def add(self, memory: MappedMemory) -> None:
         """Adds memory that may be locked."""
@@ -157,9 +160,10 @@ class PageLocks:
 
     def _find(self, address: int) -> MappedMemory | None:
         for each in self._known.valuerefs():
-            memory = each()
-            if memory is not None and 0 <= address - memory.address < len(memory):
-                return memory
+            if address >= each.key:
+                memory = each()
+                if memory is not None and address < each.key + len(memory):
+                    return memory
         return None
 
     def unlock(self, memory: MappedMemory) -> None:
@@ -179,21 +183,23 @@ class PageLocks:
         Args:
             timeout: how many seconds to wait until all of that is unlocked.
         """
-        with self._lock:
+        if not self.ended and self._unlocking is None:
+            return
+        with self._starting:
             thread = self._unlocking
-            if thread is None and self.ended:
+            if thread is None:
                 thread = self._unlocking = threading.Thread(
                     target=self._unlock_ended, name="zrpc-unlock", daemon=True
                 )
                 thread.start()
-        if thread is not None and timeout:
+        if timeout:
             thread.join(timeout)
 
     def _unlock_ended(self) -> None:
         while True:
             while self.ended:
                 self.unlock(self.ended.popleft())
-            with self._lock:
+            with self._starting:
                 if not self.ended:
                     self._unlocking = None
                     return

@@ -403,8 +403,7 @@ class SharedMemoryService(Service, MessageHooks):
     @override
     def tick(self) -> None:
         self._receive_descriptors()  # those that no message names; else they would need all room
-        if page_locks.ended:
-            page_locks.unlock_ended()
+        page_locks.unlock_ended()
         if len(self.pool):
             with self._lock:
                 self.pool.close_idle(time.monotonic() - self.idle_seconds)
