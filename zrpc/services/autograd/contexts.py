@@ -151,12 +151,14 @@ class Contexts:
 
     def why_over(self, context_id: int) -> str | None:
         """Returns why a context is over here if that is so because its creator is lost."""
-        creator = creator_of(context_id)
-        if creator not in self._agent.membership.lost:
+        if not self._is_orphan(context_id):
             return None
         context, here = pass_name(context_id, 0), self._agent.worker_info.name
-        why = self._agent.why_gone(creator)
+        why = self._agent.why_gone(creator_of(context_id))
         return f"{context} is over on {here}, which has lost its creator: {why}"
+
+    def _is_orphan(self, context_id: int) -> bool:
+        return creator_of(context_id) in self._agent.membership.lost
 
     def states(self) -> list[ContextState]:
         """Returns the states of all contexts."""
@@ -174,7 +176,7 @@ class Contexts:
             state = self._states.get(context_id)
             if state is None:
                 # Others may not have lost its creator yet.
-                if context_id in self._ended or self.why_over(context_id) is not None:
+                if context_id in self._ended or self._is_orphan(context_id):
                     return None
                 state = self._states[context_id] = ContextState(context_id)
             state.peers.add(peer)  # before the context's end, or not at all
@@ -239,7 +241,7 @@ class Contexts:
         The others learn by themselves that a creator is lost, if it is lost to them, too.
         """
         for state in self.states():
-            if creator_of(state.context_id) in self._agent.membership.lost:
+            if self._is_orphan(state.context_id):
                 self._forget(state.context_id)
                 state.clear()
         self.on_messages_lost(member)

@@ -9,7 +9,6 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -153,8 +152,8 @@ class PartWriter:
         rows: list[Any] = [[type(each).__name__, *each] for each in records]
         # One by one: other threads can run in between.
         text = [_encode(row) + "\n" for row in [asdict(worker), *rows]]
-        # Not for other users: it says what the program does.
-        with open(file_path, "a", opener=partial(os.open, mode=0o600)) as file:
+        file_path.touch(0o600)  # not for other users: it says what the program does
+        with file_path.open("a") as file:
             file.writelines(text)
         file_path.replace(self._path)
 
