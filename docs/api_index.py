@@ -131,7 +131,7 @@ def _entry(name: str, value: Any) -> str:
 
 
 def _link(name: str) -> str:
-    """Returns a link to where the reference documents a name, if it does."""
+    """Returns a name, as a link if the reference documents it."""
     documented = re.search(rf"(auto|py:)\w+:: zrpc\.{re.escape(name)}\b(?!\.)", _reference())
     return f"{{py:obj}}`zrpc.{name}`" if documented else f"`zrpc.{name}`"
 

@@ -161,7 +161,7 @@ class Network:
     def agree(self, one: int, other: int) -> None:
         """Others decide which of two that are parted goes; all notice that, one by one.
 
-        Until then they go on with it, and what is under way may still arrive.
+        Until then they go on with it, and messages in flight may still arrive.
         """
         out = max(one, other)
         self.out.add(out)
