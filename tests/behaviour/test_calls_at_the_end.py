@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.identity import emptied
 from tests.support.targets import echo
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.current import current_agent
@@ -266,6 +267,63 @@ def test_a_task_that_a_handler_has_left_behind_gets_an_error(mesh: Mesh) -> None
         with when_all_leave(mesh, gate):  # the end of the mesh would cancel a task that waits
             until(task.done)
     assert isinstance(task.exception(), rpc.NotInitializedError)
+
+
+_tidied: list[Any] = emptied([])
+
+
+def calls_in_a_step(gate: Gate) -> Iterator[int]:
+    """Calls in the step in which its reader leaves: the call is cancelled."""
+    yield 0
+    gate.wait_inside()
+    rpc.rpc_sync(0, echo, (1,))
+
+
+def calls_when_closed(gate: Gate) -> Iterator[int]:
+    """Tidies up elsewhere, which nobody can cancel."""
+    try:
+        yield 0
+        gate.wait_inside()
+        yield 1
+    finally:
+        with rpc.current_call().shield():
+            _tidied.append(rpc.rpc_sync(0, echo, (True,)))
+
+
+async def calls_when_closed_by_await(gate: Gate) -> AsyncIterator[int]:
+    """Does the same in the event loop."""
+    try:
+        yield 0
+        gate.entered.release()
+        await asyncio.Event().wait()  # its task is cancelled
+    finally:
+        with rpc.current_call().shield():
+            await asyncio.to_thread(gate.wait_inside)
+            _tidied.append(await rpc.rpc_async(0, echo, (True,)))
+
+
+@pytest.mark.parametrize(
+    ("generator", "tidied"),
+    [
+        (calls_in_a_step, []),
+        (calls_when_closed, [True]),
+        (calls_when_closed_by_await, [True]),
+    ],
+)
+def test_generators_whose_reader_has_left_may_call(
+    mesh: Mesh, generator: Any, tidied: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Gate() as gate:
+        with mesh.agent(0).as_current():
+            stream = rpc.rpc_stream(1, generator, args=(gate,))
+            assert next(stream) == 0
+            gate.await_entry()
+            stream.close()
+        gate.entered.release()
+        with when_all_leave(mesh, gate):
+            pass
+    assert _tidied == tidied
+    assert caplog.records == []  # no handler has failed
 
 
 def chain(steps: int, join: Callable[[Any], Any], noted: list[int], gate: Gate) -> None:

@@ -3,7 +3,8 @@
 No I/O in here. Each request has a `CancelScope`: it is dropped when its caller no longer
 waits: the caller cancelled it or is gone, or its deadline has passed. If its handler has not begun,
 it never will, and the message is freed. If the handler runs, the scope cancels what it can. If the
-handler has returned a future that is not done, the request no longer counts as in progress.
+handler has returned a future that is not done, the request no longer counts as in progress. That
+of a generator does until it has been closed.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ class PendingRequests:
         scope: CancelScope = request.scope
         scope.deferred = True
         if scope.cancelled or scope.deadline <= monotonic():
-            self.end(request)
+            self._end_deferred(request)
 
     def resume(self, request: Message) -> None:
         """Notes that a function of a deferred request is about to run: it is waited for again."""
@@ -153,13 +154,18 @@ class PendingRequests:
         for request in self.all():
             self._drop(request)
 
+    def _end_deferred(self, request: Message) -> None:
+        """Removes a request that nobody waits for, unless its handler still has steps to go."""
+        # A future may never be done, so no shutdown waits for it. A worker that waits for the value
+        # of a REMOTE does so by a request of its own. But a generator is closed, which may call.
+        if not request.scope.in_steps:
+            self.end(request)
+
     def _drop(self, request: Message) -> None:
         scope: CancelScope = request.scope
         if not scope.cancel():
-            # Its future may never be done, so no shutdown waits for that. A worker that waits for
-            # the value of a REMOTE does so by a request of its own.
             if scope.deferred:
-                self.end(request)
+                self._end_deferred(request)
             return
         self._requests.pop((request.sender, request.call_id), None)
         self._dropped = True

@@ -227,11 +227,6 @@ class StreamService(Service, MakesStreams):
         return self.agent.callee.requests.get(scope.caller.member_id, scope.call_id) is not None
 
     @override
-    def idle(self) -> bool:
-        # The request of one that is cancelled is no longer among those in progress.
-        return not any(each.outflow.closing for each in list(self._producers.values()))
-
-    @override
     def awaited_members(self) -> Collection[MemberId]:
         return {each.call.peer for each in list(self._consumers.values()) if each.call.settled}
 
