@@ -372,7 +372,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("Can not pickle torch.futures.Future")
 
-    def on_settled(self, call: PendingCall) -> None:
+    def on_settled(self, call: PendingCall) -> bool:
         """Completes the future in another thread, unless a thread waits for it and will do so.
 
         Runs in the thread that settled the call, mostly the I/O thread, which must not run user
@@ -380,8 +380,10 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
 
         :meta private:
         """
-        if not call.waiters:
-            self._calling.complete(functools.partial(self._complete, call))
+        if call.waiters:
+            return True
+        self._calling.complete(functools.partial(self._complete, call))
+        return False
 
     def _complete_here(self, call: PendingCall, held: bool = False) -> None:
         """Does the same as `_complete`, in a thread of the program.

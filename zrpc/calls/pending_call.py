@@ -36,8 +36,12 @@ _NO_OUTCOME: list[Any] = []
 class Follower(Protocol):
     """Follows a call that no thread waits for."""
 
-    def on_settled(self, call: PendingCall) -> None:
-        """Learns that the call has an outcome. In the thread that settled it; it must be quick."""
+    def on_settled(self, call: PendingCall) -> bool | None:
+        """Learns that the call has an outcome. In the thread that settled it; it must be quick.
+
+        Returns:
+            Whether what follows is left to the threads that wait for the call.
+        """
 
 
 class Limit(Protocol):

@@ -199,7 +199,8 @@ class PendingCalls:
                 elif not window.used and window.caller is not None:  # it may not call any more
                     del self._windows[window.peer, window.caller]
             call.state = _SETTLED if call.state is _SENDING else _UNSENT
-            if call.follower is not None and call.waiters:
+            handed = call.follower is not None and bool(call.waiters)
+            if handed:
                 self.handed.add(weakref.ref(call, self.handed.discard))
         if type(outcome) is Message:
             failed = outcome.kind == _ERROR
@@ -226,8 +227,8 @@ class PendingCalls:
             finally:
                 if call.follower is not None:
                     follower, call.follower = call.follower, None  # or the two keep each other
-                    if notify:
-                        follower.on_settled(call)
+                    if not (notify and follower.on_settled(call)) and handed:
+                        self.handed.discard(weakref.ref(call))
         return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:

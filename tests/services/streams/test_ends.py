@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import math
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ from tests.support.gates import Gate
 from tests.support.identity import here
 from tests.support.observed import ask_often, calls_to
 from tests.support.waiting import SOON, until
+from zrpc.agent.shutdown import ShutdownTiming
 from zrpc.testing import Mesh, faults, local_mesh
 
 
@@ -175,6 +177,17 @@ def test_an_error_comes_after_the_items_before_it(caller: Mesh, n: int) -> None:
     assert isinstance(info.value.__cause__, zrpc.RemoteError)
     assert "fails_after" in str(info.value.__cause__)
     assert mesh_is_empty(caller)
+
+
+def test_a_shutdown_waits_for_no_stream_that_has_ended() -> None:
+    with local_mesh(2) as mesh:
+        for rank in range(2):
+            mesh.agent(rank).graceful_shutdown.timing = ShutdownTiming(services=math.inf)
+        with mesh.agent(0).as_current():
+            stream = zrpc.rpc_stream("worker1", fails_after, args=(0, KeyError("late")))
+        with pytest.raises(KeyError, match="late"):
+            next(stream)
+        mesh.shutdown()
 
 
 def test_an_error_is_raised_again_by_a_later_next(caller: Mesh) -> None:
