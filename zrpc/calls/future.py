@@ -10,19 +10,16 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import torch
-
 from zrpc.calls import trampoline
 from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
+from zrpc.calls.torch_future import TorchFuture
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
-from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import (
-    UninterruptedLock,
     hold_interrupts,
     in_main_thread,
     raised_by_handler,
@@ -42,9 +39,6 @@ _ALREADY_COMPLETE = (
     "Attempting to mark a completed Future as complete again. Note that a Future can only be "
     "marked completed once."
 )
-
-# Held while the list of a future's callbacks is made. No other lock is taken meanwhile.
-_first_callback = free_in_child(UninterruptedLock())
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -75,7 +69,7 @@ def _no_source() -> None:
     """The source of a future that was not made by `then`."""
 
 
-class Future(torch.futures.Future[T], AsyncioFuture[T]):
+class Future(TorchFuture[T], AsyncioFuture[T]):
     """The future result of a call; `zrpc.rpc_async` returns it.
 
     It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
@@ -105,7 +99,6 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
     # Without a dictionary, which would be one more object for each call in flight.
     __slots__ = (
         "_call",
-        "_callbacks",
         "_calling",
         "_cancelled",
         "_failed",
@@ -127,9 +120,6 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # would make a cycle.
         self._source: Callable[[], Future[Any] | None] = _no_source
         self._cancelled = False
-        # Those to come; a list as soon as there is one. torch's own list refers to none of them: it
-        # is an object of C++, so the garbage collector would see no cycle through it.
-        self._callbacks: list[Callback] | None = None
         # Deleted by the one thread that completes the future; see `_claim`.
         self._open = True
         # Opens once the future is complete.
@@ -306,17 +296,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # this future. `wait` then still waits for torch's own completion.
         if self._gate.locked():
             self._gate.release()
-        try:
-            if self._callbacks:
-                with uninterrupted:  # see `trampoline.run`
-                    trampoline.with_room(super().set_result, result)
-            else:
-                super().set_result(result)
-        finally:
-            if self._callbacks and super().done():
-                self._run_dropped()
-        if trampoline.interrupts:
-            trampoline.raise_interrupt()
+        self._set_and_call_back(result)
 
     def _fail(self, failure: Failure) -> None:
         """Completes the future with an error."""
@@ -361,43 +341,6 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             self._call_soon(callback)
         else:
             self._add(Callback(callback, self, []))
-
-    def _add(self, callback: Callback) -> None:
-        with uninterrupted:  # see `trampoline.run`
-            if super().done():  # then the callback's result exists afterwards
-                run = functools.partial(trampoline.run, callback, at_once=True)
-                trampoline.with_room(run)
-            else:
-                self._list(callback)
-                # Torch says when its turn has come, among the callbacks of ``collect_all``.
-                trampoline.with_room(super().add_done_callback, Future._run_next)
-        if self._callbacks and super().done():
-            self._run_dropped()
-        if trampoline.interrupts:
-            trampoline.raise_interrupt()
-
-    def _list(self, callback: Callback) -> None:
-        if self._callbacks is None:
-            with _first_callback:
-                self._callbacks = self._callbacks or []
-        self._callbacks.append(callback)
-
-    def _run_next(self) -> None:
-        """Runs the callback that was added first, unless another thread has begun to."""
-        try:
-            callback = (self._callbacks or []).pop(0)  # atomic under the interpreter's lock
-        except IndexError:
-            return
-        try:
-            trampoline.run(callback)
-        except BaseException as error:  # no memory for its frame, for example
-            trampoline.fail(callback, error)
-
-    def _run_dropped(self) -> None:
-        """Runs the callbacks that torch has dropped: for one, it had no memory for a frame."""
-        with uninterrupted:
-            while self._callbacks:
-                self._run_next()
 
     def _is_complete(self) -> bool:
         return super().done()

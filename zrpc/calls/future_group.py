@@ -170,7 +170,7 @@ class Arrivals(Iterator[Any]):
         # One step, so that Ctrl-C leaves all others for the next call.
         taken = zip(map(self._done.get, (True,), (left,)), self._to_take, strict=False)
         try:
-            with waiting():
+            with waiting() if self._done.empty() else contextlib.nullcontext():
                 run_interruptibly(self._taken.extend, taken)
         except Empty:
             raise RpcTimeoutError(
