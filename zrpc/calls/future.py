@@ -20,7 +20,9 @@ from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
+from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import (
+    UninterruptedLock,
     hold_interrupts,
     in_main_thread,
     raised_by_handler,
@@ -40,6 +42,9 @@ _ALREADY_COMPLETE = (
     "Attempting to mark a completed Future as complete again. Note that a Future can only be "
     "marked completed once."
 )
+
+# Held while the list of a future's callbacks is made. No other lock is taken meanwhile.
+_first_callback = free_in_child(UninterruptedLock())
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -100,10 +105,10 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
     # Without a dictionary, which would be one more object for each call in flight.
     __slots__ = (
         "_call",
+        "_callbacks",
         "_calling",
         "_cancelled",
         "_failed",
-        "_followed",
         "_gate",
         "_kept",
         "_open",
@@ -119,10 +124,12 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # The call in flight that the future stands for, if any; see `of_call`.
         self._call: PendingCall | None = None
         # Returns the future that `then` made this one from, while that lives. A strong reference
-        # would make a cycle, through torch's list of callbacks.
+        # would make a cycle.
         self._source: Callable[[], Future[Any] | None] = _no_source
         self._cancelled = False
-        self._followed = False  # whether there are callbacks
+        # Those to come; a list as soon as there is one. torch's own list refers to none of them: it
+        # is an object of C++, so the garbage collector would see no cycle through it.
+        self._callbacks: list[Callback] | None = None
         # Deleted by the one thread that completes the future; see `_claim`.
         self._open = True
         # Opens once the future is complete.
@@ -299,11 +306,15 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # this future. `wait` then still waits for torch's own completion.
         if self._gate.locked():
             self._gate.release()
-        if self._followed:
-            with uninterrupted:  # see `trampoline.run`
-                trampoline.with_room(super().set_result, result)
-        else:
-            super().set_result(result)
+        try:
+            if self._callbacks:
+                with uninterrupted:  # see `trampoline.run`
+                    trampoline.with_room(super().set_result, result)
+            else:
+                super().set_result(result)
+        finally:
+            if self._callbacks and super().done():
+                self._run_dropped()
         if trampoline.interrupts:
             trampoline.raise_interrupt()
 
@@ -352,14 +363,41 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             self._add(Callback(callback, self, []))
 
     def _add(self, callback: Callback) -> None:
-        # If it is done, the callback runs right here, and its result exists afterwards.
-        at_once = super().done()
-        self._followed = True
         with uninterrupted:  # see `trampoline.run`
-            run = functools.partial(trampoline.run, callback, at_once=at_once)
-            trampoline.with_room(super().add_done_callback, run)
+            if super().done():  # then the callback's result exists afterwards
+                run = functools.partial(trampoline.run, callback, at_once=True)
+                trampoline.with_room(run)
+            else:
+                self._list(callback)
+                # Torch says when its turn has come, among the callbacks of ``collect_all``.
+                trampoline.with_room(super().add_done_callback, Future._run_next)
+        if self._callbacks and super().done():
+            self._run_dropped()
         if trampoline.interrupts:
             trampoline.raise_interrupt()
+
+    def _list(self, callback: Callback) -> None:
+        if self._callbacks is None:
+            with _first_callback:
+                self._callbacks = self._callbacks or []
+        self._callbacks.append(callback)
+
+    def _run_next(self) -> None:
+        """Runs the callback that was added first, unless another thread has begun to."""
+        try:
+            callback = (self._callbacks or []).pop(0)  # atomic under the interpreter's lock
+        except IndexError:
+            return
+        try:
+            trampoline.run(callback)
+        except BaseException as error:  # no memory for its frame, for example
+            trampoline.fail(callback, error)
+
+    def _run_dropped(self) -> None:
+        """Runs the callbacks that torch has dropped: for one, it had no memory for a frame."""
+        with uninterrupted:
+            while self._callbacks:
+                self._run_next()
 
     def _is_complete(self) -> bool:
         return super().done()
