@@ -83,7 +83,7 @@ def _reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any
 
 
 def _reduce_environment(environment: Any) -> Any:
-    """Reduces ``os.environ`` to its name: a function that uses it means that of its process."""
+    """Reduces ``os.environ`` to its name, since each process has its own."""
     return (getattr, (os, "environ")) if environment is os.environ else environment.__reduce_ex__(2)
 
 

@@ -50,7 +50,7 @@ run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-# Not in torch before 2.13.
+# Older releases of torch have none.
 _remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
 
 T = TypeVar("T")

@@ -174,7 +174,7 @@ if __name__ == "__main__":
 
 
 def test_the_parent_may_be_one_more_worker(tmp_path: Path) -> None:
-    """Where they meet is known to it; or all meet where it says, as in programs for torch."""
+    """They meet at a port that it knows, or where it says, as in programs for torch."""
     script = tmp_path / "script.py"
     with ReservedPort() as port:
         script.write_text(_PARENT.replace("{port!r}", repr(str(port.number))))

@@ -198,7 +198,7 @@ class _Collection:
     def __init__(self, futures: list[Any]) -> None:
         self.result = _Collected()
         self.result.parts = self._futures = futures
-        self._left = [*futures]  # as many as are not done; see `Arrivals`
+        self._left = [*futures]  # as many as are not done: to take one out is atomic
         if not futures:
             self.result.set_result([])
         for future in futures:

@@ -281,6 +281,7 @@ class PendingCalls:
             return True
 
     def _tell_cancelled(self, call: PendingCall) -> None:
+        """Tells the callee of a call that it is over, if the call was sent."""
         if call.state is _SETTLED:
             self._callees.tell_cancelled(call)
 
@@ -296,8 +297,8 @@ class PendingCalls:
             self.settle(call.call_id, error)
             # The callee's clock for the call has begun later. A call that waits for its turn must
             # not begin in between.
-            if call.order is not None and call.state is _SETTLED:
-                self._callees.tell_cancelled(call)
+            if call.order is not None:
+                self._tell_cancelled(call)
 
     def expire_unsent(self, call: PendingCall) -> None:
         """Settles a call whose deadline has passed when it got room at last."""

@@ -95,7 +95,7 @@ def _act(act: Callable[..., None], args: tuple[Any, ...], done: threading.Lock) 
 def run(job: Job, at_once: bool = False) -> None:
     """Runs a job in this thread: now, or after the jobs that run here if they nest too deep.
 
-    Torch, which calls this, drops what is raised. So signal handlers are held back, except while
+    Torch, for which this runs, drops what is raised. So signal handlers are held back, except while
     the user's callback runs. With ``at_once``, the job runs now in any case.
     """
     if is_tracing():
@@ -177,7 +177,7 @@ def _run_postponed(enough: Callable[[], bool]) -> None:
         if not nesting.waiting:
             return
         job = nesting.waiting.popleft()
-        try:
+        try:  # in place, as in `run`: a function for both might find no memory for its frame
             job()
         except BaseException as error:
             fail(job, error)

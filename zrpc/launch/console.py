@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
-import select
 import threading
 from collections.abc import Callable, Sequence
+
+from zrpc.launch.descriptors import writable
 
 _COLOURS = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)  # no red: that reads as an error
 _RESET = b"\x1b[0m"
@@ -80,9 +81,7 @@ def _write_some(fd: int, data: bytes) -> int:
     try:
         return os.write(fd, data)
     except BlockingIOError:  # another process has made the shared file non-blocking
-        poll = select.poll()  # `select` takes no descriptor from 1024 on
-        poll.register(fd, select.POLLOUT)
-        poll.poll(1000)
+        writable(fd, timeout=1.0)
         return 0
 
 

@@ -15,6 +15,7 @@ __all__ = [
     "open_standard_descriptors",
     "output_of_child",
     "readable",
+    "writable",
 ]
 
 
@@ -67,11 +68,18 @@ def move_descriptors(fds: Sequence[int], targets: Sequence[int]) -> None:
 
 
 def readable(*fds: int, timeout: float | None = None) -> set[int]:
-    """Waits until one of some descriptors can be read; returns those, none after the timeout.
+    """Waits until one of some descriptors can be read; returns those, none after the timeout."""
+    return _ready(select.POLLIN, fds, timeout)
 
-    A launch of many workers has more descriptors than ``select`` takes.
-    """
+
+def writable(*fds: int, timeout: float | None = None) -> set[int]:
+    """Waits until one of some descriptors can be written; returns those, none after the timeout."""
+    return _ready(select.POLLOUT, fds, timeout)
+
+
+def _ready(event: int, fds: Sequence[int], timeout: float | None) -> set[int]:
+    # A launch of many workers has more descriptors than `select.select` takes.
     poll = select.poll()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
+        poll.register(fd, event)
     return {fd for fd, _ in poll.poll(None if timeout is None else timeout * 1000)}

@@ -95,8 +95,9 @@ def spawn(
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
-    port = ReservedPort()
-    host, number = _own_place() or (_HOST, port.number)
+    port, env = ReservedPort(), without_launcher(os.environ)
+    is_worker = _is_worker(env)  # then the variables speak of its own mesh
+    host, number = (None if is_worker else _place_in(env)) or (_HOST, port.number)
     template = EnvironmentTemplate(nprocs, "worker", host, number, None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
@@ -109,7 +110,7 @@ def spawn(
     except BaseException:
         port.close()
         raise
-    if not _is_worker():
+    if not is_worker:
         names = ("MASTER_ADDR", "MASTER_PORT", SECRET)
         set_spawned({name: environments[0].get(name, "") for name in names})
     context.join = functools.partial(_join, context, context.join)  # type: ignore[method-assign]
@@ -120,18 +121,17 @@ def spawn(
     return None
 
 
-def _is_worker() -> bool:
-    """Whether this process is a worker itself: then its variables speak of its own mesh."""
+def _is_worker(env: Mapping[str, str]) -> bool:
+    """Returns whether an environment is that of a worker."""
     from zrpc.membership.cluster_environment import find_settings
 
-    return "rank" in find_settings(without_launcher(os.environ))
+    return "rank" in find_settings(env)
 
 
-def _own_place() -> tuple[str, int] | None:
-    """Returns where the program wants its processes to meet, as torch's programs must say it."""
-    env = without_launcher(os.environ)
+def _place_in(env: Mapping[str, str]) -> tuple[str, int] | None:
+    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``; None unless both are set."""
     host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    return (host, int(port)) if host and port.isdecimal() and not _is_worker() else None
+    return (host, int(port)) if host and port.isdecimal() else None
 
 
 def _join(context: ProcessContext, join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:

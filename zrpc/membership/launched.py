@@ -110,7 +110,7 @@ def set_spawned(variables: Mapping[str, str]) -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """Returns the environment; what it lacks is that of the processes spawned here."""
+    """Returns the environment, and what only the processes that were spawned here were told."""
     return {**_spawned, **os.environ}
 
 

@@ -145,7 +145,7 @@ class Membership:
         left = len(infos) - _NAMED_IN_ERROR
         text = f"the workers are {names}{f' and {left} more' if left > 0 else ''}"
         world_size = self.records[self.own_id].world_size
-        missing = (world_size or len(self._by_rank)) - len(self._by_rank)
+        missing = (world_size or 0) - len(self._by_rank)
         if missing > 0:
             found = "1 other is" if missing == 1 else f"{missing} others are"
             return f"{text}; {found} gone, and not started again so far: call it when it is back"
