@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.handled import Handle, signal_handlers
+from tests.support.recursion import call_with_frames_left
 from tests.support.steps import at_step, interrupt
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
@@ -40,6 +41,17 @@ def test_a_held_interrupt_is_raised_once_on_the_outermost_release() -> None:
         release_interrupts()
     hold_interrupts()
     release_interrupts()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("block", [uninterrupted, UninterruptedLock()])
+def test_a_block_that_begins_near_the_recursion_limit_ends(block: Any) -> None:
+    def pass_block() -> None:
+        with block:
+            pass
+
+    ended = [call_with_frames_left(left, pass_block) for left in range(60)]
+    assert [ended[0], ended[-1]] == [False, True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

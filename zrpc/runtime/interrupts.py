@@ -92,8 +92,12 @@ def hold_interrupts() -> None:
             _raised.append(error)
 
 
-def release_interrupts() -> None:
+def release_interrupts(*_: object) -> None:
     """Undoes the last `hold_interrupts`, and runs the handlers of the signals that have arrived.
+
+    Args:
+        _: of the end of a block, which has no other function: near the recursion limit, a block
+            that could begin must be able to end.
 
     Raises:
         KeyboardInterrupt: Ctrl-C has arrived in the meantime. The program's own handlers may raise
@@ -194,9 +198,7 @@ class _Uninterrupted:
     """Holds back signal handlers in a block, as `hold_interrupts`."""
 
     __enter__ = staticmethod(hold_interrupts)
-
-    def __exit__(self, *_: object) -> None:
-        release_interrupts()
+    __exit__ = staticmethod(release_interrupts)
 
 
 uninterrupted = _Uninterrupted()
