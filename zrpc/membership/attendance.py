@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing, describe_places
@@ -91,7 +91,7 @@ class Attendance:
         key = self.key(self._own.rank)
         entry, other = self._entries.get_raw(key), self.present()
         if other is not None and other.record.token == self._own.token:
-            self._entries.replace(key, entry, Arrival(self._own, left=True).dump())
+            self._entries.replace(key, entry, replace(other, left=True).dump())
 
     def present(self) -> Arrival | None:
         """Returns what is in the place of this worker's record; None if it is refused."""

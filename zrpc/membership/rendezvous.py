@@ -234,6 +234,7 @@ class _Leader(_Worker):
             return attendance.mutual_refusal()
         if not complete:
             attendance.look()
+            attendance.read(sorted(attendance.came))  # others may have taken their places since
         why = attendance.misfit(self._expected, self._note)
         if why is None and not complete:
             late = attendance.late(False) or attendance.late(True)

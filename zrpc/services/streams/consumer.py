@@ -137,18 +137,20 @@ class Consumer(Source):
 
     def _tell_readers(self, change: Callable[[], T]) -> T:
         """Returns what ``change()`` does, which takes what has come; then wakes the readers."""
+        wakers: list[Callable[[], object]] = []
         try:
             with self._lock:
                 value = change()
-                wakers = self._take_wakers()
                 complete = self._inflow.complete
+                wakers = self._take_wakers()
             if complete:
                 self._ended(self)
-            for wake in wakers:
-                wake()
         except Exception as error:  # no memory for a frame, say: they would wait for what has come
             self.close(error)
             raise
+        finally:
+            for wake in wakers:
+                wake()
         return value
 
     def _take_wakers(self) -> list[Callable[[], object]]:
