@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zrpc.errors import ProtocolError
+from zrpc.transport.chunks import head_of_remnant
 from zrpc.transport.framing import MAX_MESSAGE_BYTES, Unpacker, header
 
 MESSAGES = st.lists(st.tuples(st.binary(max_size=40), st.lists(st.binary(max_size=40), max_size=4)))
@@ -50,6 +52,51 @@ def test_a_large_message_in_small_pieces_is_fast() -> None:
     assert [(first, len(buffers[0])) for first, buffers in found] == [
         (b"first", MAX_MESSAGE_BYTES - 100)
     ]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("cut", [1, 13, 200, 5000, 1 << 20])
+def test_each_lack_of_memory_loses_one_message_at_most(cut: int) -> None:
+    """Python lets any allocation fail, one after the other."""
+    memory = pytest.importorskip("_testcapi", reason="this Python is built without it")
+    sent: list[Any] = [
+        (b"a" * 40, [b"x" * 300, b"y" * 900]),
+        (b"b" * 3000, []),
+        (b"c", []),
+        (b"d" * 20, [b"z" * 7000]),
+        (b"", [b""] * 20),
+        (b"e" * 1000, []),
+    ]
+    whole = b"".join(packed(*message) for message in sent)
+    pieces = [memoryview(whole[at : at + cut]) for at in range(0, len(whole), cut)]
+    for number in range(0, len(pieces), -(-len(pieces) // 500)):
+        for allocation in count():
+            unpacker, found = Unpacker(), list[Any]()
+            for each in pieces[:number]:
+                unpacker.feed(each, found)
+            before = len(found)
+            memory.set_nomemory(allocation, allocation + 1)
+            try:
+                unpacker.feed(pieces[number], found)
+            except MemoryError:  # it has taken nothing
+                memory.remove_mem_hooks()
+                assert len(found) == before
+                unpacker.feed(pieces[number], found)
+            finally:
+                memory.remove_mem_hooks()
+            for each in pieces[number + 1 :]:
+                unpacker.feed(each, found)
+            assert len(found) == len(sent)
+            differing = [
+                (bytes(first), message[0])
+                for (first, buffers), message in zip(found, sent, strict=True)
+                if (bytes(first), [bytes(buffer) for buffer in buffers]) != message
+            ]
+            assert len(differing) < 2
+            for first, of in differing:
+                assert head_of_remnant(first) == of[:32].ljust(32, b"\0")
+            if allocation > 60:
+                break
 
 
 @pytest.mark.parametrize("cut", [None, 10], ids=["whole", "cut"])
