@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import select
 import sys
 import time
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zrpc.launch.descriptors import readable
 from zrpc.services.inspection.discovery import Answer, MeshView, find_meshes
 from zrpc.services.inspection.rates import WorkerRates, mesh_rates
 
@@ -221,11 +221,11 @@ def _keys() -> Iterator[Any]:
     modes = termios.tcgetattr(fd)
 
     def read(timeout: float) -> str:
-        if not select.select([fd], [], [], timeout)[0]:
+        if not readable(fd, timeout=timeout):
             return ""
         key = os.read(fd, 1)
         while key.startswith(b"\x1b") and len(key) < _MAX_KEY_BYTES:
-            if key[-1:].isalpha() or not select.select([fd], [], [], _SEQUENCE_SECONDS)[0]:
+            if key[-1:].isalpha() or not readable(fd, timeout=_SEQUENCE_SECONDS):
                 break
             key += os.read(fd, 1)
         return key.decode(errors="replace") or "q"  # nothing: the terminal is gone

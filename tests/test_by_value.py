@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
 import sys
 import traceback
@@ -99,6 +100,13 @@ def test_a_class_with_a_cached_property_goes_by_value() -> None:
 
     copied = pickle.loads(dumps(Local))()
     assert copied.value is copied.value
+
+
+def test_a_function_that_uses_the_environment_finds_that_of_its_process() -> None:
+    environ = os.environ
+    found = pickle.loads(dumps((environ.get, lambda: environ), False))
+    assert found[0].__self__ is environ
+    assert found[1]() is environ
 
 
 @pytest.mark.system

@@ -202,6 +202,17 @@ def test_enginelocal(mesh: Mesh) -> None:
     assert mesh.run(0, see_values_in_threads) == [(True, "inner"), (True, None)]
 
 
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="needs torch 2.13")
+def test_a_thread_ends_without_the_values_of_an_enginelocal() -> None:
+    """To free one it would need the interpreter's lock, as the interpreter may be finalized."""
+    local: EngineLocal[str] = EngineLocal("another test's")
+    for value in ("outer", "inner"):
+        before = local.set(value)
+        assert torch._C._is_key_in_tls("another test's")
+        local.set(before)
+    assert not torch._C._is_key_in_tls("another test's")
+
+
 def test_has_process_group() -> None:
     assert has_process_group() == torch.distributed.is_initialized()
 

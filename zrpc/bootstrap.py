@@ -30,6 +30,7 @@ from zrpc.membership.endpoints import (
     make_keys,
 )
 from zrpc.membership.init_method import local_world_size, restart_count
+from zrpc.membership.launched import own_environment
 from zrpc.membership.peer_record import PeerRecord, own_version
 from zrpc.membership.rendezvous import StoreLost, meet
 from zrpc.membership.secret import ClusterSecret, find_secret
@@ -102,7 +103,7 @@ def join_by_init_method(
     """
     check_threads()
     restarts = restart_count(world_size, rank, options.init_method)
-    secret = find_secret()  # before waiting for others: it may raise
+    secret = find_secret(own_environment())  # before waiting for others: it may raise
     timeout = options.init_timeout
     deadline = time.monotonic() + timeout
     lost: StoreLost | None = None

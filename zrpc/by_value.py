@@ -22,6 +22,7 @@ import enum
 import functools
 import io
 import operator
+import os
 import pickle
 import sys
 import types
@@ -81,6 +82,11 @@ def _reduce_cached_property(cached: functools.cached_property[Any]) -> tuple[Any
     return functools.cached_property, (cached.func,), state
 
 
+def _reduce_environment(environment: Any) -> Any:
+    """Reduces ``os.environ`` to its name: a function that uses it means that of its process."""
+    return (getattr, (os, "environ")) if environment is os.environ else environment.__reduce_ex__(2)
+
+
 class ByValuePickler(cloudpickle.Pickler):
     """The pickler of cloudpickle, with the names of files and of what is in the main script.
 
@@ -94,7 +100,11 @@ class ByValuePickler(cloudpickle.Pickler):
     """
 
     dispatch_table: ClassVar[Any] = ChainMap(
-        {types.CodeType: _reduce_code, functools.cached_property: _reduce_cached_property},
+        {
+            types.CodeType: _reduce_code,
+            functools.cached_property: _reduce_cached_property,
+            type(os.environ): _reduce_environment,
+        },
         cloudpickle.Pickler.dispatch_table,
         ErrorReducers(),
     )

@@ -50,6 +50,9 @@ run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# Not in torch before 2.13.
+_remove: Callable[[str], None] | None = getattr(torch._C, "_remove_obj_from_tls", None)
+
 T = TypeVar("T")
 
 
@@ -71,9 +74,16 @@ class EngineLocal(Generic[T]):
         return value
 
     def set(self, value: T | None) -> T | None:
-        """Sets this thread's value; returns what it was before, to be set again at the end."""
+        """Sets this thread's value, or removes it; returns what it was before.
+
+        That is to be set again at the end: a thread that ends with a value, even None, takes the
+        interpreter's lock to free it, which ends the process if the interpreter is being finalized.
+        """
         before = self.get()
-        torch._C._stash_obj_in_tls(self._name, value)
+        if value is not None or _remove is None:
+            torch._C._stash_obj_in_tls(self._name, value)
+        elif before is not None:
+            _remove(self._name)
         return before
 
 

@@ -220,12 +220,8 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
     assert until(lambda: settles(mesh))
 
 
-# Torch drops what is raised as it begins a callback.
-WITHOUT_CALLBACKS = [sync, large_tensor, by_remote, cancelled]
-
-
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
-@pytest.mark.parametrize("work", WITHOUT_CALLBACKS)
+@pytest.mark.parametrize("work", [each for each in WORK if each is not in_context])
 def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
     """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
 

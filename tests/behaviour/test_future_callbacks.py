@@ -176,6 +176,15 @@ def test_ctrl_c_between_callbacks_loses_none() -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_callbacks_run_in_their_order_also_those_of_torchs_collections() -> None:
+    future, order = rpc.Future[int](), list[str]()
+    future.then(lambda _: order.append("first"))
+    torch.futures.collect_all([future]).then(lambda _: order.append("of torch"))
+    future.add_done_callback(lambda _: order.append("last"))
+    future.set_result(1)
+    assert order == ["first", "of torch", "last"]
+
+
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, gate: Gate) -> None:
     with Gate() as answers:
         futures = [rpc.rpc_async(1, answers.wait_inside) for _ in range(3)]

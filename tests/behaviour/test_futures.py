@@ -141,6 +141,19 @@ def test_a_future_and_its_result_are_freed(shared: Mesh) -> None:
     assert value_gone.wait(SOON)
 
 
+def test_a_future_that_is_never_completed_is_freed_with_its_callbacks() -> None:
+    class Big:
+        pass
+
+    big, future = Big(), rpc.Future[int]()
+    future.then(lambda _, big=big: big)
+    future.add_done_callback(lambda _, big=big: None)
+    gone = weakref.ref(big), weakref.ref(future)
+    del big, future
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+
+
 # -- futures of calls that the program completes itself --------------------------------------------
 
 ALREADY = "Attempting to mark a completed Future as complete again"

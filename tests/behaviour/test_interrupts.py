@@ -101,8 +101,10 @@ def test_an_interruption_at_any_moment_loses_no_message(agents: Any) -> None:
     with agents[0].as_current():
         for call in (sync_call, tensor_call, shared_call, mixed_call):
             call(1)
-            done = sum(until_interrupted(call, 0.002 + i * 37e-6) for i in range(20))
-            assert done
+            done = tries = 0
+            while tries < 20 or not done:  # a busy machine may begin no call in such a time
+                done += until_interrupted(call, 0.002 + tries * 37e-6)
+                tries += 1
             call(1)  # the next call is as good as the first
         until_all_is_returned(agents)
     shut_down(agents)

@@ -27,9 +27,9 @@ def test_a_call_takes_no_more_steps_than_before(end: str, starter: Starter, tiny
     with Mesh(starter, "zrpc", 2) as mesh:
         for _ in range(TRIES):
             sample = mesh.measure(f"steps:{end}", (), tiny, 60)
-            assert sample.more["lines"] > sample.value > 10
             found = int(sample.value), int(sample.more["modules"])
-            if all(n <= most for n, most in zip(found, MOST[end], strict=True)):
+            few = all(n <= most for n, most in zip(found, MOST[end], strict=True))
+            if few and sample.more["lines"] > sample.value > 10:
                 return
     pytest.fail(f"expected at most {MOST[end]} functions and modules, found {found}")
 

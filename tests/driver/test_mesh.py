@@ -194,7 +194,8 @@ def test_a_worker_that_cannot_start_ends_the_start_with_its_error(
 
 def test_nothing_is_left_after_the_end() -> None:
     with no_leaks():
-        with zrpc.start_mesh(1, max_restarts=1):
+        with zrpc.start_mesh(1, max_restarts=1) as mesh:
+            assert repr(mesh) == "<mesh of 1 worker and a driver: worker0>"
             assert zrpc.rpc_sync(0, torch.ones, args=(300_000,)).sum() == 300_000
         set_default_agent(None)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import os
 import threading
 from collections.abc import Iterator
@@ -7,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.launch.console import Console
 from zrpc.launch.output import Output, last_traceback
+from zrpc.runtime.resource_limits import allow_descriptors
 
 TRACE = b"Traceback (most recent call last):"
 
@@ -143,6 +145,23 @@ def test_drain_waits_for_a_slow_reader_until_it_is_cancelled(shown: tuple[int, i
     while total < 180_000:
         total += len(os.read(shown[0], 65536))
     worker.exit()
+
+
+def test_a_slow_reader_of_a_high_descriptor_gets_all(shown: tuple[int, int]) -> None:
+    """Another process has made it non-blocking; a launch of 500 workers has more than 1,024."""
+    assert allow_descriptors(2000) is None
+    high = fcntl.fcntl(shown[1], fcntl.F_DUPFD_CLOEXEC, 1500)
+    os.set_blocking(high, False)
+    console = Console(stdout=high)
+    size = 1 << 20  # more than a pipe holds
+    writer = threading.Thread(target=console.show, args=(0, [b"x" * size]), kwargs={"error": False})
+    writer.start()
+    until(lambda: console.blocked)
+    left = len(b"[0] \n") + size
+    while left:
+        left -= len(os.read(shown[0], left))
+    writer.join(SOON)
+    os.close(high)
 
 
 def test_console_reports_once_that_its_reader_is_gone() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 import zrpc
 from tests.support.warm import warm_commands
+from zrpc.launch.port import ReservedPort
 
 SECONDS = 180
 
@@ -142,6 +143,42 @@ def test_a_script_from_standard_input_runs() -> None:
         [sys.executable], input=program, capture_output=True, text=True, timeout=SECONDS
     )
     assert sorted(done.stdout.split()) == ["worker0", "worker1"], done.stderr
+
+
+_PARENT = """
+import os
+import zrpc
+from zrpc.membership.launched import own_environment
+
+def work(rank, first, size):
+    zrpc.init_rpc(f"worker{rank}", rank=rank + first, world_size=size)
+    zrpc.shutdown()
+
+def port():
+    return os.environ.get("MASTER_PORT")
+
+def join(children, rank):
+    zrpc.init_rpc("parent", rank=rank, world_size=3)
+    print(zrpc.rpc_sync("worker1", port) == port())
+    zrpc.shutdown()
+    while not children.join():
+        pass
+
+if __name__ == "__main__":
+    before = dict(os.environ)
+    join(zrpc.spawn(work, (0, 3), 2, join=False, start_method="fork"), 2)
+    assert os.environ == before == own_environment()  # of the mesh, nothing is left here
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", {port!r}
+    join(zrpc.spawn(work, (1, 3), 2, join=False, start_method="fork"), 0)
+"""
+
+
+def test_the_parent_may_be_one_more_worker(tmp_path: Path) -> None:
+    """Where they meet is known to it; or all meet where it says, as in programs for torch."""
+    script = tmp_path / "script.py"
+    with ReservedPort() as port:
+        script.write_text(_PARENT.replace("{port!r}", repr(str(port.number))))
+        assert run(str(script)).splitlines() == ["False", "True"]
 
 
 def test_at_least_one_process() -> None:

@@ -40,6 +40,13 @@ def test_an_error_names_some_of_many_workers() -> None:
         many.find("nobody")
 
 
+def test_an_error_says_that_a_worker_may_come_back() -> None:
+    """A worker that was started again does not know one that is gone."""
+    members = Membership([peer_record(rank, world_size=3) for rank in (0, 2)], own_id=2)
+    with pytest.raises(RpcError, match="1 other is gone, and not started again so far"):
+        members.find("worker1")
+
+
 def test_identities(members: Membership) -> None:
     for rank in range(4):
         assert members.member_of(peer_record(rank).identity) == rank

@@ -17,6 +17,7 @@ import zmq
 
 from tests.support.waiting import until
 from tests.transport.breaking_relay import BreakingRelay
+from zrpc.transport.curve import Curve, KeyPair, PeerKey
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import identity_of
 from zrpc.transport.listener_probe import ListenerProbe
@@ -121,6 +122,25 @@ def test_a_handshake_that_breaks_without_a_word_is_tried_again_within_the_limit(
         heartbeats.forget(3)
     heartbeats.close()
     inbox.close()
+
+
+def test_a_peer_that_refuses_the_key_at_first_is_tried_until_it_has_heard_of_it(
+    context: zmq.Context[Any], heartbeats: Heartbeats
+) -> None:
+    keys, own_keys = KeyPair.new(), KeyPair.new()
+    curve, own_curve = Curve(keys), Curve(own_keys)
+    own_curve.admit(3, PeerKey(keys.public, b"z" + bytes(16)))
+    curve.open(context)
+    with context.socket(zmq.ROUTER) as inbox:
+        curve.guard_inbox(inbox)
+        inbox.bind("tcp://127.0.0.1:*")
+        endpoint = inbox.last_endpoint.decode()
+        heartbeats.watch(3, endpoint, lambda socket: own_curve.guard_mailbox(socket, 3))
+        assert set(await_events(heartbeats, 10)) == {(3, False)}
+        curve.admit(5, PeerKey(own_keys.public, b"y" + bytes(16)))
+        until(lambda: (3, True) in heartbeats.events())
+        inbox.linger = 0
+    curve.close()
 
 
 def test_events_name_the_peer_until_it_is_forgotten(

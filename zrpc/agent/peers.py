@@ -6,7 +6,7 @@ import logging
 import math
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,16 +168,23 @@ class Peers:
 
     def put_out(self, note: LossNote) -> None:
         """Drops a member that a judge has put out; all others, if that is this worker itself."""
-        membership = self._membership
-        own_id = membership.own_id
         self._put_out[note.member] = note
-        reason = Reason.OUT if note.member == own_id else Reason.PUT_OUT
-        judge, other = (membership.infos.get(each) for each in (note.judge, note.other))
+        judge, other = (self._membership.infos.get(each) for each in (note.judge, note.other))
         names = [each.name if each else "another worker" for each in (judge, other)]
-        why = ": {} has decided that, since it and {} had lost each other".format(*names)
-        for member in membership.living if reason is Reason.OUT else [note.member]:
-            loss = None if member == own_id else self._liveness.leave(member, reason, why=why)
-            if loss is not None:
+        why = "{} has decided that, since it and {} had lost each other".format(*names)
+        if note.member == self._membership.own_id:
+            self.drop_all(why)
+        else:
+            self._drop_for([note.member], Reason.PUT_OUT, why)
+
+    def drop_all(self, why: str) -> None:
+        """Drops all members, and those about to join: this worker was put out of the mesh."""
+        others = {*self._membership.living, *self._membership.awaited}
+        self._drop_for(others - {self._membership.own_id}, Reason.OUT, why)
+
+    def _drop_for(self, members: Iterable[MemberId], reason: Reason, why: str) -> None:
+        for member in members:
+            if (loss := self._liveness.leave(member, reason, why=f": {why}")) is not None:
                 self._drop_or_log(loss)
 
     def verdict(self, member: MemberId) -> LossNote | None:

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
-import torch
-
 from zrpc.calls import trampoline
 from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
+from zrpc.calls.torch_future import TorchFuture
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (
@@ -70,7 +69,7 @@ def _no_source() -> None:
     """The source of a future that was not made by `then`."""
 
 
-class Future(torch.futures.Future[T], AsyncioFuture[T]):
+class Future(TorchFuture[T], AsyncioFuture[T]):
     """The future result of a call; `zrpc.rpc_async` returns it.
 
     It is a ``torch.futures.Future``, so ``torch.futures.wait_all`` and ``collect_all`` accept it.
@@ -103,7 +102,6 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         "_calling",
         "_cancelled",
         "_failed",
-        "_followed",
         "_gate",
         "_kept",
         "_open",
@@ -119,10 +117,9 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # The call in flight that the future stands for, if any; see `of_call`.
         self._call: PendingCall | None = None
         # Returns the future that `then` made this one from, while that lives. A strong reference
-        # would make a cycle, through torch's list of callbacks.
+        # would make a cycle.
         self._source: Callable[[], Future[Any] | None] = _no_source
         self._cancelled = False
-        self._followed = False  # whether there are callbacks
         # Deleted by the one thread that completes the future; see `_claim`.
         self._open = True
         # Opens once the future is complete.
@@ -299,13 +296,7 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
         # this future. `wait` then still waits for torch's own completion.
         if self._gate.locked():
             self._gate.release()
-        if self._followed:
-            with uninterrupted:  # see `trampoline.run`
-                trampoline.with_room(super().set_result, result)
-        else:
-            super().set_result(result)
-        if trampoline.interrupts:
-            trampoline.raise_interrupt()
+        self._set_and_call_back(result)
 
     def _fail(self, failure: Failure) -> None:
         """Completes the future with an error."""
@@ -350,16 +341,6 @@ class Future(torch.futures.Future[T], AsyncioFuture[T]):
             self._call_soon(callback)
         else:
             self._add(Callback(callback, self, []))
-
-    def _add(self, callback: Callback) -> None:
-        # If it is done, the callback runs right here, and its result exists afterwards.
-        at_once = super().done()
-        self._followed = True
-        with uninterrupted:  # see `trampoline.run`
-            run = functools.partial(trampoline.run, callback, at_once=at_once)
-            trampoline.with_room(super().add_done_callback, run)
-        if trampoline.interrupts:
-            trampoline.raise_interrupt()
 
     def _is_complete(self) -> bool:
         return super().done()

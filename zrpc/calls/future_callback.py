@@ -37,23 +37,32 @@ class Callback:
             this list then. So it is freed without the garbage collector.
     """
 
-    __slots__ = ("_claimed", "_context", "_function", "_future", "_results")
+    __slots__ = ("_called", "_claimed", "_context", "_function", "_future", "_results")
 
     def __init__(self, function: Callable[[Any], Any], future: Any, results: list[Any]) -> None:
         self._function = function
         self._future = future
         self._results = results
         self._claimed = False
+        self._called = False  # whether the function was called, or is not to be called again
         # Calls in the callback have the agent, the autograd context and the deadline of the code
         # that added it.
         self._context = contextvars.copy_context()
 
     def __call__(self) -> None:
-        """Calls the function, and completes the new future with what it returns or raises."""
+        """Calls the function, and completes the new future with what it returns or raises.
+
+        Raises:
+            MemoryError, RecursionError: it could not call it, and there is no new future.
+        """
         errors: list[BaseException] = []
         try:
             value = run_interruptibly(self._context.run, self._function, self._future)
+            self._called = True
         except BaseException as error:  # SystemExit too: a thread may wait for the new future
+            self._called = self._called or _has_begun(error)
+            if not (self._called or self._results):
+                raise
             errors.append(self._failed(error))
         if errors:
             self._complete_with(errors)
@@ -68,8 +77,16 @@ class Callback:
         return self._claimed
 
     def fail(self, error: BaseException) -> None:
-        """Completes the new future with an error, unless it is done; logs it if there is none."""
-        self._complete_with([self._failed(error)])
+        """Completes the new future with an error, unless it is done.
+
+        If there is none, and the function was not called, it is called now: a thread may wait for
+        what it does.
+        """
+        if self._called or self._results:
+            self._complete_with([self._failed(error)])
+        else:
+            self._called = True
+            self()
 
     def _failed(self, error: BaseException) -> BaseException:
         """Returns the error for the new future; logs it if there is none."""
@@ -89,3 +106,18 @@ class Callback:
         if self._results and self._claim() and not self._results[0].done():
             self._results[0]._keep_error(errors)
         self._results.clear()
+
+
+def _has_begun(error: BaseException) -> bool:
+    """Returns whether a function has raised an error, as far as that can be told.
+
+    Without memory or room on the stack for its frame, the error comes from what calls it.
+    """
+    if not isinstance(error, (MemoryError, RecursionError)):
+        return True
+    code, trace = run_interruptibly.__code__, error.__traceback__
+    while trace is not None and trace.tb_frame.f_code is not code:
+        trace = trace.tb_next
+    if trace is None or trace.tb_lineno == code.co_firstlineno:  # not even that has begun
+        return False
+    return trace.tb_next is not None

@@ -7,10 +7,11 @@ functions do so for torch's futures only: Python code can't tell torch's C++ cod
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from operator import length_hint
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 import torch
@@ -19,8 +20,9 @@ from zrpc.calls import trampoline
 from zrpc.calls.future import Future
 from zrpc.errors import RpcTimeoutError
 from zrpc.options import checked_timeout
-from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.runtime.thread_pool import pass_gate
+from zrpc.runtime import garbage_collector
+from zrpc.runtime.interrupts import run_interruptibly
+from zrpc.runtime.thread_pool import waiting
 
 __all__ = ["Arrivals", "as_completed", "collect_all", "wait_all"]
 
@@ -135,55 +137,47 @@ class Arrivals(Iterator[Any]):
         timeout: seconds; 0 means no limit.
 
     Attributes:
-        pending: those that are not done.
+        pending: those that it has not returned.
     """
 
     def __init__(self, futures: list[Any], timeout: float) -> None:
         self._timeout = timeout
         self._deadline = time.monotonic() + timeout
-        self._left = len(futures)  # of those that are not done
         self.pending = dict.fromkeys(futures)
-        self._done: deque[Any] = deque()
-        # Guards `_left` and the gate, at which a thread waits for the next future to be done.
-        self._lock = UninterruptedLock()
-        self._gate: threading.Lock | None = None
+        self._to_take = iter(futures)  # as many as are not in `_taken`, whichever these are
+        self._taken: deque[tuple[Any, Any]] = deque()
+        # Its `put` needs no memory for a frame: without any, torch would drop the callback.
+        self._done: SimpleQueue[Any] = SimpleQueue()
         for future in futures:
-            future.add_done_callback(self._on_done)
-
-    def _on_done(self, future: Any) -> None:
-        with self._lock:
-            self._done.append(future)
-            self.pending.pop(future, None)
-            self._left -= 1
-            gate, self._gate = self._gate, None
-        if gate is not None:
-            gate.release()
+            future.add_done_callback(self._done.put)
 
     def __next__(self) -> Any:
         # In a callback: a job that this thread has postponed may complete one of the futures.
-        trampoline.run_postponed(lambda: bool(self._done))
-        # To take a future is one step, so Ctrl-C leaves all others for the next call.
-        while True:
-            last = not self._left  # read first: what is done after that is waited for
-            if self._done:
-                return self._done.popleft()
-            if last:
+        trampoline.run_postponed(lambda: not self._done.empty())
+        if not self._taken:
+            if not length_hint(self._to_take):
                 raise StopIteration
-            left = max(0.0, self._deadline - time.monotonic()) if self._timeout else -1
-            if not pass_gate(self._gate_for_next(), left):
-                raise RpcTimeoutError(
-                    f"expected all futures to be done within {self._timeout:g} s, but "
-                    f"{self._left} of them are not: use a longer timeout, or cancel() them"
-                )
+            self._take()
+        future, _ = self._taken.popleft()
+        self.pending.pop(future, None)
+        return future
 
-    def _gate_for_next(self) -> threading.Lock:
-        """Returns a gate that opens when a future is done which nobody has taken."""
-        gate = threading.Lock()
-        with self._lock:
-            if not self._done and self._left:
-                gate.acquire()
-                self._gate = gate
-        return gate
+    def _take(self) -> None:
+        """Waits for the next future that is done, and takes it."""
+        if garbage_collector.running:
+            garbage_collector.check()
+        left = max(0.0, self._deadline - time.monotonic()) if self._timeout else None
+        # One step, so that Ctrl-C leaves all others for the next call.
+        taken = zip(map(self._done.get, (True,), (left,)), self._to_take, strict=False)
+        try:
+            with waiting() if self._done.empty() else contextlib.nullcontext():
+                run_interruptibly(self._taken.extend, taken)
+        except Empty:
+            raise RpcTimeoutError(
+                f"expected all futures to be done within {self._timeout:g} s, but "
+                f"{length_hint(self._to_take)} of them are not: use a longer timeout, or cancel() "
+                "them"
+            ) from None
 
 
 class _Collected(Future[list[Any]]):
@@ -204,8 +198,7 @@ class _Collection:
     def __init__(self, futures: list[Any]) -> None:
         self.result = _Collected()
         self.result.parts = self._futures = futures
-        self._left = len(futures)
-        self._lock = UninterruptedLock()  # guards `_left`
+        self._left = [*futures]  # as many as are not done; see `Arrivals`
         if not futures:
             self.result.set_result([])
         for future in futures:
@@ -215,14 +208,12 @@ class _Collection:
         errors: list[BaseException] = []
         try:
             future.value()
+            self._left.pop()
         except BaseException as error:  # SystemExit too: a thread may wait for the result
             errors.append(error)
-        if errors:
-            if self.result._claim():
-                self.result._keep_error(errors)
+        if (self._left and not errors) or not self.result._claim():
             return
-        with self._lock:
-            self._left -= 1
-            is_last = not self._left
-        if is_last and self.result._claim():
+        if errors:
+            self.result._keep_error(errors)
+        else:
             self.result._set(self._futures)

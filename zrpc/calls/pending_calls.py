@@ -271,11 +271,18 @@ class PendingCalls:
         to = self._callees.describe(call.peer)
         error = RpcCancelledError(f"the call of {call.title} on {to} was cancelled by its caller")
         with uninterrupted:
-            if self.settle(call.call_id, error) is None:
-                return False
-            if call.state is _SETTLED:
-                self._callees.tell_cancelled(call)
+            try:
+                if self.settle(call.call_id, error) is None:
+                    return False
+                self._tell_cancelled(call)
+            except BaseException:  # no memory for a frame: the callee would go on, for nobody
+                self._tell_cancelled(call)
+                raise
             return True
+
+    def _tell_cancelled(self, call: PendingCall) -> None:
+        if call.state is _SETTLED:
+            self._callees.tell_cancelled(call)
 
     def withdraw(self, call: PendingCall) -> bool:
         """Ends a call without an outcome; see `PendingCall.withdraw`."""

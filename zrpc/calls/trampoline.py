@@ -23,7 +23,15 @@ from zrpc.runtime.interrupts import (
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.wire.graph_capture import is_tracing, uncaptured
 
-__all__ = ["interrupts", "note_interrupt", "raise_interrupt", "run", "run_postponed", "with_room"]
+__all__ = [
+    "fail",
+    "interrupts",
+    "note_interrupt",
+    "raise_interrupt",
+    "run",
+    "run_postponed",
+    "with_room",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -84,24 +92,20 @@ def _act(act: Callable[..., None], args: tuple[Any, ...], done: threading.Lock) 
         done.release()
 
 
-def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
+def run(job: Job, at_once: bool = False) -> None:
     """Runs a job in this thread: now, or after the jobs that run here if they nest too deep.
 
-    Torch passes the future as ``_done``, and drops what is raised here. So signal handlers are held
-    back, except while the user's callback runs. With ``at_once``, the job runs now in any case.
+    Torch, which calls this, drops what is raised. So signal handlers are held back, except while
+    the user's callback runs. With ``at_once``, the job runs now in any case.
     """
     if is_tracing():
         with uncaptured():  # it may as well run in another thread, which makes no trace
-            run(job, _done, at_once)
+            run(job, at_once)
         return
     nesting = _nesting
-    try:
-        if not nesting.depth:
-            # With a stack that is nearly full, callbacks don't nest at all.
-            nesting.max_depth = 1 if stack_is_full() else _MAX_DEPTH
-    except BaseException as error:  # no memory for a frame, for example
-        _fail(job, error)
-        return
+    if not nesting.depth:
+        # With a stack that is nearly full, callbacks don't nest at all.
+        nesting.max_depth = 1 if stack_is_full() else _MAX_DEPTH
     if nesting.depth and nesting.depth >= nesting.max_depth and not at_once:
         nesting.added.append(job)
         return
@@ -110,7 +114,10 @@ def run(job: Job, _done: Any = None, at_once: bool = False) -> None:
     runs_postponed = nesting.depth < nesting.max_depth
     nesting.depth += 1
     try:
-        _run_job(job)
+        try:
+            job()
+        except BaseException as error:
+            fail(job, error)  # no room left on the stack, for example
         # Also the jobs that were to run after one that this job waited for; see `run_postponed`.
         if runs_postponed and (nesting.added or nesting.waiting):
             _run_postponed(_never)
@@ -169,22 +176,19 @@ def _run_postponed(enough: Callable[[], bool]) -> None:
         nesting.added.clear()
         if not nesting.waiting:
             return
-        _run_job(nesting.waiting.popleft())
+        job = nesting.waiting.popleft()
+        try:
+            job()
+        except BaseException as error:
+            fail(job, error)
 
 
 def _never() -> bool:
     return False
 
 
-def _run_job(job: Job) -> None:
-    try:
-        job()
-    except BaseException as error:
-        _fail(job, error)  # no room left on the stack, for example
-
-
-def _fail(job: Job, error: BaseException) -> None:
-    """Completes the job's future: it must be completed even then."""
+def fail(job: Job, error: BaseException) -> None:
+    """Completes the future of a job that could not run: threads may wait for it."""
     try:
         job.fail(error)
     except BaseException:

@@ -268,4 +268,5 @@ class DriverMesh:
 
     def __repr__(self) -> str:
         state = "closed mesh" if self.closed else "mesh"
-        return f"<{state} of {len(self.names)} workers and a driver: {', '.join(self.names)}>"
+        workers = "1 worker" if len(self.names) == 1 else f"{len(self.names)} workers"
+        return f"<{state} of {workers} and a driver: {', '.join(self.names)}>"

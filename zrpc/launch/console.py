@@ -80,7 +80,9 @@ def _write_some(fd: int, data: bytes) -> int:
     try:
         return os.write(fd, data)
     except BlockingIOError:  # another process has made the shared file non-blocking
-        select.select([], [fd], [], 1.0)
+        poll = select.poll()  # `select` takes no descriptor from 1024 on
+        poll.register(fd, select.POLLOUT)
+        poll.poll(1000)
         return 0
 
 

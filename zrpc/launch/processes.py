@@ -15,7 +15,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any
 
 from zrpc.launch.port import ReservedPort
-from zrpc.launch.worker import EnvironmentTemplate, base_environment
+from zrpc.launch.worker import SECRET, EnvironmentTemplate, base_environment, without_launcher
 
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
@@ -42,13 +42,18 @@ def spawn(
     variables that ``zrpc launch`` sets, so that `zrpc.session` and `zrpc.init_rpc` need no
     arguments in ``fn``. It also runs functions that can't be imported, such as those of notebooks.
 
+    Without ``join``, this process may be one more worker of the mesh, if `zrpc.init_rpc` gets a
+    ``world_size`` of ``nprocs + 1`` here and in ``fn``, and a rank for each. The processes meet at
+    a free port; or at ``MASTER_ADDR`` and ``MASTER_PORT``, if this process is no worker and both
+    are set.
+
     Args:
         fn: called with the worker's rank, from 0, and ``args``.
         args: its other arguments: all that a call can send, and the queues and locks of
             ``torch.multiprocessing``. Tensors share their memory with this process.
         nprocs: the number of processes.
-        join: whether to wait until all of them have exited. This process is no member of their
-            mesh; in one of `zrpc.start_mesh` it is.
+        join: whether to wait until all of them have exited. `zrpc.start_mesh` waits until they can
+            be called, and is simpler if this process calls them.
         daemon: whether they are stopped when this process exits.
         start_method: ``spawn``, ``fork`` or ``forkserver``. With ``spawn`` and ``forkserver`` the
             processes import the main script, so call this under ``if __name__ == "__main__":``. A
@@ -86,10 +91,13 @@ def spawn(
         os._exit(_NO_GUARD)
     import torch.multiprocessing  # only now, since it is slow
 
+    from zrpc.membership.launched import set_spawned
+
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
     port = ReservedPort()
-    template = EnvironmentTemplate(nprocs, "worker", _HOST, port.number, None)
+    host, number = _own_place() or (_HOST, port.number)
+    template = EnvironmentTemplate(nprocs, "worker", host, number, None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
     try:
@@ -101,7 +109,10 @@ def spawn(
     except BaseException:
         port.close()
         raise
-    context.join = functools.partial(_join, context.join)  # type: ignore[method-assign]
+    if not _is_worker():
+        names = ("MASTER_ADDR", "MASTER_PORT", SECRET)
+        set_spawned({name: environments[0].get(name, "") for name in names})
+    context.join = functools.partial(_join, context, context.join)  # type: ignore[method-assign]
     if not join:
         return context
     while not context.join():
@@ -109,9 +120,25 @@ def spawn(
     return None
 
 
-def _join(join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+def _is_worker() -> bool:
+    """Whether this process is a worker itself: then its variables speak of its own mesh."""
+    from zrpc.membership.cluster_environment import find_settings
+
+    return "rank" in find_settings(without_launcher(os.environ))
+
+
+def _own_place() -> tuple[str, int] | None:
+    """Returns where the program wants its processes to meet, as torch's programs must say it."""
+    env = without_launcher(os.environ)
+    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    return (host, int(port)) if host and port.isdecimal() and not _is_worker() else None
+
+
+def _join(context: ProcessContext, join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Does what ``ProcessContext.join`` does, and says what is wrong if a guard is missing."""
     from torch.multiprocessing import ProcessExitedException
+
+    from zrpc.membership.launched import set_spawned
 
     try:
         return join(*args, **kwargs)
@@ -123,6 +150,9 @@ def _join(join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
             "processes import the main script, but it was called while they did that; "
             "zrpc.start_mesh needs no guard"
         ) from None
+    finally:
+        if not any(process.is_alive() for process in context.processes):
+            set_spawned({})
 
 
 @contextlib.contextmanager

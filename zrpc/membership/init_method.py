@@ -20,7 +20,7 @@ from zrpc.membership.cluster_environment import (
     find_settings,
     looked_for,
 )
-from zrpc.membership.launched import launched
+from zrpc.membership.launched import launched, own_environment
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.wire.member_id import RANKS
 
@@ -58,7 +58,7 @@ _LOCAL_SIZES = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRAN
 
 def own_variables() -> dict[str, str]:
     """Returns the environment of this process, and the host's full name if that may be needed."""
-    variables = dict(os.environ)
+    variables = own_environment()
     # Only if it gives the master, as it may ask a name server.
     if variables.get("JOB_COMPLETION_INDEX") and not variables.get("MASTER_ADDR"):
         variables[FULL_HOST_NAME] = socket.getfqdn()

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 
 from zrpc.errors import RendezvousError
 
-__all__ = ["LAUNCHED", "Launched", "launched", "launching", "stop_error"]
+__all__ = [
+    "LAUNCHED",
+    "Launched",
+    "launched",
+    "launching",
+    "own_environment",
+    "set_spawned",
+    "stop_error",
+]
 
 # Holds all variables that the launcher has set for a worker, as JSON.
 LAUNCHED = "ZRPC_LAUNCHED"
@@ -27,6 +35,8 @@ _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 _STOP_NOTE = "launch-stops"  # written there by zrpc.launch
 # While this process itself has launched workers and waits to meet them.
 _own_directory = ""
+# What the processes that `zrpc.spawn` has started here were told of their mesh, while they run.
+_spawned: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,17 @@ def launching(directory: str) -> Iterator[None]:
         yield
     finally:
         _own_directory = ""
+
+
+def set_spawned(variables: Mapping[str, str]) -> None:
+    """Sets what this process needs to join those that it has spawned; nothing when all ended."""
+    global _spawned
+    _spawned = variables
+
+
+def own_environment() -> dict[str, str]:
+    """Returns the environment; what it lacks is that of the processes spawned here."""
+    return {**_spawned, **os.environ}
 
 
 def stop_error() -> RendezvousError | None:

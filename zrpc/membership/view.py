@@ -144,10 +144,14 @@ class Membership:
         names = ", ".join(info.name for info in infos[:_NAMED_IN_ERROR])
         left = len(infos) - _NAMED_IN_ERROR
         text = f"the workers are {names}{f' and {left} more' if left > 0 else ''}"
+        world_size = self.records[self.own_id].world_size
+        missing = (world_size or len(self._by_rank)) - len(self._by_rank)
+        if missing > 0:
+            found = "1 other is" if missing == 1 else f"{missing} others are"
+            return f"{text}; {found} gone, and not started again so far: call it when it is back"
         similar = difflib.get_close_matches(str(to), list(self._by_name), 1)
         if similar and isinstance(to, str):
             return f"{text}; did you mean {similar[0]!r}?"
-        world_size = self.records[self.own_id].world_size
         if world_size == 1:
             return (
                 f"{text} alone: start more by `zrpc launch -n 2 SCRIPT`, with options before the "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,3 +46,17 @@ def test_those_that_join_later_do_not_count_it_and_it_may_come_back(elastic: Ela
     until(lambda: not gone(late, "w2"))
     assert [call(agent, "w2") for agent in (judge, other, late)] == [2, 2, 2]
     assert call(again, "w0") == 2
+
+
+def test_one_that_was_put_out_learns_it_from_the_log_and_counts_nobody_who_joins(
+    elastic: Elastic,
+) -> None:
+    judge, other, out = elastic.join_all(3)
+    note = LossNote(How.PUT_OUT, *(agent.worker_info.member_id for agent in (out, judge, other)))
+    # It has no connection to the judge, which could tell it.
+    judge.receiver.in_io_thread(partial(judge.peers.put_out, note))
+    until(lambda: [info.name for info in out.get_worker_infos()] == ["w2"])
+    assert "this worker was put out" in gone(out, "w1")
+    elastic.join("late", 3)
+    until(lambda: "zrpc-w2-log" not in [thread.name for thread in threading.enumerate()])
+    assert [info.name for info in out.get_worker_infos()] == ["w2"]

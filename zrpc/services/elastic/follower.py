@@ -158,6 +158,7 @@ class LogFollower(threading.Thread):
         self._noted = -1
         self._awaiting_until = 0.0
         self._closing = False
+        self._out = False  # whether the mesh goes on without this worker
         self._wake = threading.Event()
 
     def report_loss(self, member: MemberId, why: Reason) -> None:
@@ -176,7 +177,7 @@ class LogFollower(threading.Thread):
     @override
     def run(self) -> None:
         try:
-            while not self._closing:
+            while not self._closing and not self._out:
                 self._follow()
                 self._wake.wait(self._next_pause())
                 self._wake.clear()
@@ -232,10 +233,13 @@ class LogFollower(threading.Thread):
         starts = dict(self._state.starts)
         jobs: list[Callable[[], object]] = []
         for change in changes:
-            if change.record.member_id == self._record.member_id:
-                self._on_own_change(change)
-            else:
+            if change.record.member_id != self._record.member_id:
                 jobs.append(self._job(change))
+            elif change.verb is Verb.GONE and not self._closing:
+                # No later change concerns it. Those that join do not count it.
+                self._out = True
+                jobs.append(partial(self._agent.peers.drop_all, self._on_own_loss(change)))
+                break
         done = threading.Event()
 
         def make_changes() -> None:
@@ -283,14 +287,14 @@ class LogFollower(threading.Thread):
                 self.admission.fail(error)  # the newer of the two has to fit
             return ""
 
-    def _on_own_change(self, change: Change) -> None:
-        if change.verb is not Verb.GONE or self._closing:
-            return
+    def _on_own_loss(self, change: Change) -> str:
+        """Reports that this worker is no longer a member, and returns why."""
         text = change.text or f"others report: {(change.why or Reason.ENDED).value}"
         trouble = f"{self._record.info} is no longer a member of its mesh: {text}"
         refused = change.why is Reason.REFUSED
         self.admission.fail(AuthenticationError(trouble) if refused else RendezvousError(trouble))
         logger.error(trouble)
+        return text
 
     def _announce_leave(self) -> None:
         own_id = self._record.member_id

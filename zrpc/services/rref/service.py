@@ -266,6 +266,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         resolve: Resolve = partial(self._resolve_method, request, value)
         if wrap is not None:
             resolve = partial(wrap, resolve)
+        ready = value.ready  # before the mailbox, which is set first: else one may be overlooked
         mailbox = value.mailbox
         if mailbox is not None:
             own = mailbox.sink if sink is self.agent.callee else ActorSink(mailbox, sink)
@@ -277,7 +278,7 @@ class RRefService(Service, MessageHooks, HasOrders):
                 step()
             return
         begin = partial(self.agent.callee.on_call, request, sink, resolve)
-        if not value.ready:  # it may become an actor
+        if not ready:  # it may become an actor
             begin = partial(self._run_method, request, value, sink, turn, wrap)
         # No thread waits for a value that is still to be made.
         value.when_ready(begin, scope)

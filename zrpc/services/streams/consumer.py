@@ -9,8 +9,9 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from typing_extensions import override
 
@@ -31,6 +32,8 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
 __all__ = ["Consumer"]
+
+T = TypeVar("T")
 
 
 class Consumer(Source):
@@ -113,16 +116,11 @@ class Consumer(Source):
 
     def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived."""
-        with self._lock:
-            self._inflow.arrive(batch)
-            credit = self._inflow.credit(len(self.items), always=True)
-            wakers = self._take_wakers()
-            complete = self._inflow.complete
-        if complete:
-            self._ended(self)
-        for wake in wakers:
-            wake()
-        self._post(credit)
+        self._post(self._tell_readers(partial(self._add, batch)))
+
+    def _add(self, batch: Message) -> Credit | None:
+        self._inflow.arrive(batch)
+        return self._inflow.credit(len(self.items), always=True)
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer of the call, or the error that came instead."""
@@ -135,14 +133,23 @@ class Consumer(Source):
 
     def end(self, outcome: Any, total: int | None = None) -> None:
         """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
-        with self._lock:
-            self._inflow.end(outcome, total)
-            wakers = self._take_wakers()
-            complete = self._inflow.complete
-        if complete:
-            self._ended(self)
-        for wake in wakers:
-            wake()
+        self._tell_readers(partial(self._inflow.end, outcome, total))
+
+    def _tell_readers(self, change: Callable[[], T]) -> T:
+        """Returns what ``change()`` does, which takes what has come; then wakes the readers."""
+        try:
+            with self._lock:
+                value = change()
+                wakers = self._take_wakers()
+                complete = self._inflow.complete
+            if complete:
+                self._ended(self)
+            for wake in wakers:
+                wake()
+        except Exception as error:  # no memory for a frame, say: they would wait for what has come
+            self.close(error)
+            raise
+        return value
 
     def _take_wakers(self) -> list[Callable[[], object]]:
         wakers, self._wakers = self._wakers, []
