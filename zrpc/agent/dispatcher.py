@@ -24,9 +24,7 @@ __all__ = ["Dispatcher", "Undelivered"]
 logger = logging.getLogger(__name__)
 
 # Why a message is lost, and its sender.
-_BROKEN = (
-    "the connection from {1} broke in the midst of a large {0}, or there was no memory for it"
-)
+_BROKEN = "the connection from {1} broke in the midst of a large {0}, or there was no memory for it"
 _NO_MEMORY = "there was no memory for the {0} that has come from {1}"
 
 
