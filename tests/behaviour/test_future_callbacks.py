@@ -174,8 +174,6 @@ def test_ctrl_c_between_callbacks_loses_none() -> None:
         run(number)
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_run_in_their_order_also_those_of_torchs_collections() -> None:
     future, order = rpc.Future[int](), list[str]()
     future.then(lambda _: order.append("first"))
@@ -185,6 +183,8 @@ def test_callbacks_run_in_their_order_also_those_of_torchs_collections() -> None
     assert order == ["first", "of torch", "last"]
 
 
+@pytest.mark.system
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
 def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, gate: Gate) -> None:
     with Gate() as answers:
         futures = [rpc.rpc_async(1, answers.wait_inside) for _ in range(3)]
