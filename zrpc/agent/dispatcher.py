@@ -202,7 +202,9 @@ class Dispatcher:
             large: whether it came by the way for large ones, as chunks do.
         """
         info = self._membership.infos[sender]
-        logger.error("%s: %s", self._membership.info, why.format("message", info))
+        logger.error(
+            "%s: a message is lost: %s", self._membership.info, why.format("message", info)
+        )
         message = parse_head(head, sender)
         self.lost += 1
         if message.kind not in UNCOUNTED:
