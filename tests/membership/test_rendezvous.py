@@ -362,9 +362,9 @@ def test_all_are_told_which_rank_came_twice_and_from_where(connect: Connect) -> 
     entries = SignedStore(connect(), None)
     host, first = record(0, 3), record(1, 3, name="first", pid=11, host="a")
     second = record(1, 3, name="second", pid=12, host="b")
-    outcomes = start(connect, [host, first], timeout=6.0)
+    outcomes = start(connect, [host, first], timeout=12.0)
     until(lambda: entries.check([f"record/{host.token}/1"]))
-    more = start(connect, [second], timeout=6.0)
+    more = start(connect, [second], timeout=12.0)
     for error in [*outcomes(), *more()]:
         assert isinstance(error, RendezvousError)
         assert (
