@@ -7,10 +7,14 @@ import threading
 
 import pytest
 
-from tests.support.waiting import SOON
+import zrpc
+from tests.support.gates import Gate
+from tests.support.waiting import SOON, until
 from zrpc.errors import ProtocolError
 from zrpc.testing import Mesh
+from zrpc.transport.chunks import remnant
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.message import Message
 
 
 def test_the_other_parts_of_a_tick_go_on_if_one_fails(
@@ -61,3 +65,32 @@ def test_a_context_of_no_member_is_refused_and_a_loss_is_noticed_afterwards(mesh
         )
     other.shutdown(graceful=False)
     assert told.wait(SOON)
+
+
+@pytest.mark.parametrize("lost", ["call", "answer"])
+def test_a_message_that_there_is_no_memory_for_fails_its_own_call_only(
+    mesh: Mesh, lost: str
+) -> None:
+    caller, callee = mesh.agent(0), mesh.agent(1)
+    with caller.as_current(), Gate() as gate:
+        other = zrpc.rpc_async(1, gate.wait_inside, ("done",))
+        call = zrpc.rpc_async(1, gate.wait_inside)
+        call_id = max(caller.caller.calls.by_id)
+        if lost == "call":
+            first = Message(Kind.CALL, call_id).first_frame()
+            caller.network.send(1, remnant(first))
+        else:
+            first = Message(Kind.RESULT, call_id).first_frame()
+            callee.network.send(0, remnant(first))
+        text = rf"there was no memory for the {lost} that has come .*the function has"
+        with pytest.raises(zrpc.RpcError, match=text) as info:
+            call.wait()
+        assert info.value.executed is (lost == "answer")
+        gate.open()
+        assert other.wait() == "done"
+    until(
+        lambda: all(
+            one.network.sent([two.worker_info.id]) == two.dispatcher.received[one.worker_info.id]
+            for one, two in ((caller, callee), (callee, caller))
+        )
+    )

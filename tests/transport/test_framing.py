@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zrpc.errors import ProtocolError
+from zrpc.transport.chunks import head_of_remnant
 from zrpc.transport.framing import MAX_MESSAGE_BYTES, Unpacker, header
 
 MESSAGES = st.lists(st.tuples(st.binary(max_size=40), st.lists(st.binary(max_size=40), max_size=4)))
@@ -50,6 +51,42 @@ def test_a_large_message_in_small_pieces_is_fast() -> None:
     assert [(first, len(buffers[0])) for first, buffers in found] == [
         (b"first", MAX_MESSAGE_BYTES - 100)
     ]
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("cut", [13, 200, 5000, 1 << 20])
+def test_each_lack_of_memory_loses_one_message_at_most(cut: int) -> None:
+    """Python lets any allocation fail, one after the other."""
+    memory = pytest.importorskip("_testcapi", reason="this Python is built without it")
+    sent: list[Any] = [
+        (b"a" * 40, [b"x" * 300, b"y" * 900]),
+        (b"b" * 3000, []),
+        (b"c", []),
+        (b"d" * 20, [b"z" * 7000]),
+        (b"", [b""] * 20),
+        (b"e" * 1000, []),
+    ]
+    whole = b"".join(packed(*message) for message in sent)
+    pieces = [memoryview(whole[at : at + cut]) for at in range(0, len(whole), cut)]
+    for number in range(0, len(pieces), -(-len(pieces) // 40)):
+        for allocation in range(60):  # a piece needs fewer
+            found = list[Any]()
+            unpacker = Unpacker()
+            for at, piece in enumerate(pieces):
+                if at == number:
+                    memory.set_nomemory(allocation, allocation + 1)
+                try:
+                    unpacker.feed(piece, found)
+                except MemoryError:  # it has taken nothing
+                    memory.remove_mem_hooks()
+                    unpacker.feed(piece, found)
+                finally:
+                    memory.remove_mem_hooks()
+            whole_ones = [(bytes(first), [*map(bytes, buffers)]) for first, buffers in found]
+            lost = [pair for pair in zip(whole_ones, sent, strict=True) if pair[0] != pair[1]]
+            assert len(lost) < 2
+            for (left, _), (first, _) in lost:
+                assert head_of_remnant(left) == first[:32].ljust(32, b"\0")
 
 
 @pytest.mark.parametrize("cut", [None, 10], ids=["whole", "cut"])

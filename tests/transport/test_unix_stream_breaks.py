@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
+from itertools import count
 from typing import Any
 
 import pytest
 
 import zrpc
+from tests.support.steps import at_entry
 from tests.support.waiting import SOON
 from tests.transport.arrivals import received
 from tests.transport.numbered import all_there, break_connections, fill, numbers_of, ways
 from zrpc.testing import Mesh
+from zrpc.transport.chunks import head_of_remnant, remnant
 from zrpc.transport.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -102,6 +106,33 @@ def test_a_connection_that_cannot_be_watched_for_room_is_replaced(
     assert sorted(numbers_of(networks[1], count)) == list(range(count))
     assert networks[0].sent([1]) == count
     assert networks[1].receive(0.02) is None
+
+
+def test_no_memory_for_a_message_loses_no_other(networks: list[Network]) -> None:
+    """It has none at the n-th function that the receiver begins."""
+
+    def fail() -> None:
+        raise MemoryError
+
+    networks[0].send(1, b"first")
+    received(networks[1])
+    for number in count(1):
+        for first in (b"a", b"b", b"c"):
+            networks[0].send(1, first, [first * 2000])
+        found: list[bytes] = []
+        with at_entry(number, fail) as steps, contextlib.suppress(MemoryError):
+            found.append(received(networks[1])[1])
+        while len(found) < 3:
+            found.append(received(networks[1])[1])
+        remnants = [each for each in found if head_of_remnant(each) is not None]
+        assert [each for each in found if each not in remnants] == [
+            each for each in (b"a", b"b", b"c") if remnant(each) not in remnants
+        ]
+        assert len(remnants) <= 1, steps.place
+        if not steps.place:
+            break
+    assert not remnants
+    assert ways(networks[0], 1) == {"direct"}
 
 
 # -- processes -----------------------------------------------------------------------------

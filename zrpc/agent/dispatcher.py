@@ -12,7 +12,7 @@ from zrpc.agent.service import ExtensionReader, Handler
 from zrpc.calls.recorder import Recorder
 from zrpc.errors import ProtocolError, of_lost_message
 from zrpc.membership.view import Membership
-from zrpc.transport.chunks import BEGINS_CHUNK, Assembler
+from zrpc.transport.chunks import BEGINS_CHUNK, Assembler, head_of_remnant
 from zrpc.transport.identity import BULK_LETTER
 from zrpc.transport.network import size_of
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
@@ -22,6 +22,10 @@ from zrpc.wire.message import Message, parse, parse_head
 __all__ = ["Dispatcher", "Undelivered"]
 
 logger = logging.getLogger(__name__)
+
+# Why a message is lost, and its sender.
+_BROKEN = "the connection from {1} broke in the midst of a large {0}, or there was no memory for it"
+_NO_MEMORY = "there was no memory for the {0} that has come from {1}"
 
 
 class Undelivered(Protocol):
@@ -73,7 +77,7 @@ class Dispatcher:
         self.lost = 0
         self.recorder: Recorder | None = None
         self._received_large: Counter[MemberId] = Counter()  # of these, by the way for large ones
-        self._assembler = Assembler(self._on_broken_message)
+        self._assembler = Assembler(self._on_lost)
         self.unfinished = self._assembler.unfinished
         self._handlers: dict[int, Handler] = {}
         self._readers: dict[int, ExtensionReader] = {}
@@ -106,6 +110,10 @@ class Dispatcher:
         self.received_bytes[sender] += size
         try:
             if first[:1] == BEGINS_CHUNK:
+                head = head_of_remnant(first)
+                if head is not None:
+                    self._on_lost(sender, head, _NO_MEMORY, identity[0] == BULK_LETTER)
+                    return
                 whole = self._assembler.add(sender, first, buffers)
                 if whole is None:
                     return
@@ -182,24 +190,33 @@ class Dispatcher:
         """Gives up what has not come of a message in chunks: its sender has sent all of it."""
         self._assembler.break_off(sender)
 
-    def _on_broken_message(self, sender: MemberId, head: bytes) -> None:
-        """Tells what waits for a message in chunks that it is lost."""
-        what = f"the connection from {self._membership.infos[sender]} broke in the midst of a large"
-        logger.error("%s: %s message, which is lost", self._membership.info, what)
+    def _on_lost(
+        self, sender: MemberId, head: bytes, why: str = _BROKEN, large: bool = True
+    ) -> None:
+        """Tells what waits for a message that it is lost.
+
+        Args:
+            sender: of the message.
+            head: the beginning of its first frame.
+            why: a format for that, with what is lost and its sender.
+            large: whether it came by the way for large ones, as chunks do.
+        """
+        info = self._membership.infos[sender]
+        logger.error(
+            "%s: a message is lost: %s", self._membership.info, why.format("message", info)
+        )
         message = parse_head(head, sender)
         self.lost += 1
         if message.kind not in UNCOUNTED:
             self.received[sender] += 1
-            self._received_large[sender] += 1  # chunks go by that way
-        reason = "or there was no memory for it"
+            self._received_large[sender] += large
         if message.kind in REQUESTS:
-            why = f"{what} call, {reason}: the function has not run, so that it can be called again"
-            self._requests.on_lost(message, of_lost_message(why, executed=False))
+            hint = "the function has not run, so that it can be called again"
+            error = of_lost_message(f"{why.format('call', info)}: {hint}", executed=False)
+            self._requests.on_lost(message, error)
         elif message.kind in ANSWERS:
-            why = (
-                f"{what} answer, {reason}: the function has run; call it again only if it may run "
-                "twice"
-            )
-            self._answers.on_lost(message, of_lost_message(why, executed=True))
+            hint = "the function has run; call it again only if it may run twice"
+            error = of_lost_message(f"{why.format('answer', info)}: {hint}", executed=True)
+            self._answers.on_lost(message, error)
         else:
             self._on_messages_lost(sender)

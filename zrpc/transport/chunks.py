@@ -24,6 +24,9 @@ The chunks of a message arrive in order, with nothing between them from the same
 connection breaks, some are lost. ZeroMQ opens another connection for the others, which may arrive
 before unread ones of the old connection. Then the whole message is lost. Each chunk repeats the
 beginning of the message's first frame, which says who waits for it.
+
+The receiving end of a direct connection leaves the header of a chunk in place of a message for
+which there was no memory, in chunks or not: a *remnant*.
 """
 
 from __future__ import annotations
@@ -38,7 +41,17 @@ from typing import Any
 from zrpc.errors import ProtocolError
 from zrpc.runtime.allocator import uninitialized
 
-__all__ = ["BEGINS_CHUNK", "CHUNK_BYTES", "MAX_FRAME_BYTES", "Assembler", "abort_chunk", "chunks"]
+__all__ = [
+    "BEGINS_CHUNK",
+    "CHUNK_BYTES",
+    "HEAD_BYTES",
+    "MAX_FRAME_BYTES",
+    "Assembler",
+    "abort_chunk",
+    "chunks",
+    "head_of_remnant",
+    "remnant",
+]
 
 # The first byte of a chunk; no message begins with it.
 BEGINS_CHUNK = b"\0"
@@ -47,10 +60,15 @@ CHUNK_BYTES = 2**20 - 1024
 # More than what CURVE adds.
 MAX_FRAME_BYTES = CHUNK_BYTES + 512
 
-_HEADER = struct.Struct("<BxxxIQ32s")
+# How much a chunk repeats of the message's first frame.
+HEAD_BYTES = 32
+
+_HEADER = struct.Struct(f"<BxxxIQ{HEAD_BYTES}s")
 _SIZE = struct.Struct("<Q")
 # In place of the number of a chunk: the rest of the message won't be sent.
 _ABORTED = 2**32 - 1
+# There was no memory for the message.
+_UNREAD = 2**32 - 2
 
 # For each sender, the number of lost messages that are remembered, since more chunks may arrive.
 _MAX_LOST_PER_SENDER = 16
@@ -69,7 +87,7 @@ def chunks(number: int, frames: Sequence[Any]) -> Iterator[list[Any]]:
     """
     views = [memoryview(frame).cast("B") for frame in frames]
     sizes = b"".join(_SIZE.pack(len(view)) for view in views)
-    head = bytes(views[0][:32])
+    head = bytes(views[0][:HEAD_BYTES])
     index = 0
     chunk, room = [_HEADER.pack(0, 0, number, head) + sizes], CHUNK_BYTES
     for view in views:
@@ -90,7 +108,24 @@ def abort_chunk(number: int, first: Any) -> bytes:
         number: the sender's number of the message.
         first: the message's first frame.
     """
-    return _HEADER.pack(0, _ABORTED, number, bytes(first[:32]))
+    return _HEADER.pack(0, _ABORTED, number, bytes(first[:HEAD_BYTES]))
+
+
+def remnant(first: Any) -> bytes:
+    """Returns what is left of a message for which there was no memory.
+
+    Args:
+        first: the message's first frame, or the beginning of it.
+    """
+    return _HEADER.pack(0, _UNREAD, 0, bytes(first[:HEAD_BYTES]))
+
+
+def head_of_remnant(first: bytes) -> bytes | None:
+    """Returns the beginning of the message that a `remnant` is of; None if it isn't one."""
+    if len(first) != _HEADER.size:
+        return None
+    _, index, _, head = _HEADER.unpack(first)
+    return head if index == _UNREAD else None
 
 
 class Assembler:

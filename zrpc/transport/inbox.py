@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from zrpc.runtime.adaptive_spin import AdaptiveSpin
-from zrpc.transport.chunks import MAX_FRAME_BYTES
+from zrpc.transport.chunks import BEGINS_CHUNK, MAX_FRAME_BYTES, remnant
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
 from zrpc.transport.poller import Poller
@@ -178,11 +178,13 @@ class Inbox:
             routing_id: bytes = self._socket.recv()
         except zmq.Again:
             return None
+        identity: bytes | None = None
+        first = b""
         try:
             # The routing id is always followed by a frame.
             identity = self._senders.get(routing_id)
             if identity is not None:
-                first: bytes = self._socket.recv()
+                first = self._socket.recv()
             else:
                 frame: zmq.Frame = self._socket.recv(copy=False)
                 identity, first = self._sender(routing_id, frame), frame.bytes
@@ -193,7 +195,10 @@ class Inbox:
             # The message is lost. The next one must not begin with the rest of it.
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv(copy=False)
-            raise
+            # If the chunk of a message is missing, the next one shows that.
+            if not identity or first[:1] in (b"", BEGINS_CHUNK):
+                raise
+            return identity, remnant(first), ()
         self.received_bytes += len(first) + sum(map(len, buffers))
         return identity, first, buffers
 

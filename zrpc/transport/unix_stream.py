@@ -29,6 +29,7 @@ from zrpc.errors import ProtocolError
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.resource_limits import out_of_descriptors
 from zrpc.transport.address import DIRECT
+from zrpc.transport.chunks import head_of_remnant
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import Unpacked, Unpacker, header, pack_header
 from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuffer, failure
@@ -315,12 +316,17 @@ class DirectInbox:
             size = connection.socket.receive()
             if size < 0:
                 raise failure()
-            connection.unpacker.feed(self._memory.view[:size], messages)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, MemoryError):
+            return  # the next poll tries again
         except OSError:
             size = 0
-        except (ProtocolError, MemoryError) as error:
+        data = self._memory.view[:size]
+        try:
+            try:
+                connection.unpacker.feed(data, messages)
+            except MemoryError:  # for its frame: it has taken nothing
+                connection.unpacker.feed(data, messages)
+        except (ProtocolError, MemoryError, RecursionError) as error:
             # The bytes that follow can't be parsed. The sender will use ZeroMQ instead. Loss
             # detection fails the calls whose messages are lost.
             logger.error("a direct connection is closed: %r", error)
@@ -328,8 +334,11 @@ class DirectInbox:
         for first, buffers in messages:
             if connection.identity:
                 self._deliver((connection.identity, first, buffers))
-            else:
+            elif head_of_remnant(first) is None:
                 connection.identity = first
+            else:  # nobody knows whose the messages would be
+                size = 0
+                break
         if not size:
             self._poller.forget(connection.socket.fileno())
             self._connections.discard(connection)
