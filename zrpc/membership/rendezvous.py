@@ -235,11 +235,10 @@ class _Leader(_Worker):
         if not complete:
             attendance.look()
             attendance.read(sorted(attendance.came))  # others may have taken their places since
-        why = attendance.misfit(self._expected, self._note)
-        if why is None and not complete:
-            late = attendance.late(False) or attendance.late(True)
-            why = attendance.missing(self._expected) or self._left(late)
-        return why
+        if (why := attendance.misfit(self._expected, self._note)) or complete:
+            return why
+        late = attendance.late(False) or attendance.late(True)
+        return attendance.missing(self._expected) or self._left(late)
 
     def _look_at_leader(self) -> None:
         """Raises an error if another worker has taken the place of this one."""
