@@ -46,9 +46,10 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
     """Calls ``action()`` before a line of zrpc's code runs in this thread, counted from 1.
 
     The lines that run in the action don't count. What it raises, the line raises, as if a signal's
-    handler had. Two kinds of lines don't count: those with ``with``, which run once more at the end
-    of the block, where no handler runs, or locks would not be released; and those of finalizers
-    (``__del__``) and of what they call, where Python drops what is raised.
+    handler had. Some lines don't count, as no handler runs there: those with ``with``, which run
+    once more at the end of the block, or locks would not be released; ``try:``, and the first line
+    of a ``finally``, since Python looks for signals after a call and at a jump back only. And those
+    of finalizers (``__del__``) and of what they call, where Python drops what is raised.
     """
     steps = Steps()
 
@@ -60,21 +61,21 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
         if event == "call" and _in_finalizer(frame):
             return None
         if event == "line":
-            line = linecache.getline(path, frame.f_lineno)
-            if not line.lstrip().startswith("with "):
+            before, line = (linecache.getline(path, frame.f_lineno - n).strip() for n in (1, 0))
+            if line != "try:" and before != "finally:" and not line.startswith("with "):
                 steps.count += 1
                 if steps.count == number:
                     steps.place = f"{path}:{frame.f_lineno} in {code.co_name}"
                     action()
         return trace
 
-    before = sys.gettrace()
+    tracing = sys.gettrace()
     gc.disable()  # what the collector calls can't be interrupted
     sys.settrace(trace)
     try:
         yield steps
     finally:
-        sys.settrace(before)
+        sys.settrace(tracing)
         gc.enable()
 
 
