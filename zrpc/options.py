@@ -19,14 +19,6 @@ from zrpc.constants import (
 )
 from zrpc.errors import OptionError
 
-__all__ = [
-    "DEFAULT_HEARTBEAT_TIMEOUT_SEC",
-    "ProcessGroupRpcBackendOptions",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "ZmqRpcBackendOptions",
-]
-
 DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0

@@ -62,8 +62,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Agent"]
-
 logger = logging.getLogger(__name__)
 
 S = TypeVar("S")

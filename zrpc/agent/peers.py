@@ -26,8 +26,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse
 
-__all__ = ["LeaveMessage", "Peers"]
-
 logger = logging.getLogger(__name__)
 
 # How often a worker that was declared dead, and is heard again, is told so.

@@ -28,8 +28,6 @@ from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
 
-__all__ = ["Receiver"]
-
 logger = logging.getLogger(__name__)
 
 # How often the I/O thread looks after deadlines, peers and threads while nothing arrives.

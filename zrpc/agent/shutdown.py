@@ -21,14 +21,6 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = [
-    "Phase",
-    "Quiescence",
-    "Shutdown",
-    "ShutdownTiming",
-    "SoloShutdown",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ShutdownTiming:

@@ -29,8 +29,6 @@ from enum import IntEnum
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Step", "Termination", "TerminationMessage"]
-
 # After this many rounds with the same counts that don't add up, the missing messages count as lost:
 # those sent to a worker that was lost meanwhile never arrive.
 _MAX_UNCHANGED_ROUNDS = 20

@@ -10,13 +10,15 @@ from functools import partial
 from time import monotonic
 from typing import Any
 
+from torch.autograd import profiler
+
 from zrpc import stand_in
 from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.codec import NONE, Codec
 from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
 from zrpc.calls.function_names import handler_name, name_of_function
 from zrpc.calls.message_hooks import MessageHooks, overriding
-from zrpc.calls.observation import handler_profile, profiler
+from zrpc.calls.observation import handler_profile
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.recorder import Recorder
@@ -30,8 +32,6 @@ from zrpc.wire.devices import DeviceMap
 from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
-
-__all__ = ["UNCALLED", "Callee", "TakeOver"]
 
 # The extensions of an answer to a request whose function was not called.
 UNCALLED: Extensions = [(Tag.UNCALLED, b"")]

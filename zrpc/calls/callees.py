@@ -12,8 +12,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Callees"]
-
 
 class Callees:
     """The peers of a worker's calls. Any thread may call its methods.

@@ -18,6 +18,7 @@ from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import zmq
+from torch.autograd import profiler
 from typing_extensions import Unpack
 
 from zrpc.calls.call_options import CallOptions, Order
@@ -28,7 +29,7 @@ from zrpc.calls.finalizer_calls import NextTurn, call_soon
 from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
 from zrpc.calls.last_calls import LastCalls
-from zrpc.calls.observation import CallObservation, profiler
+from zrpc.calls.observation import CallObservation
 from zrpc.calls.open_telemetry import API
 from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
@@ -48,8 +49,6 @@ from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
-
-__all__ = ["Caller", "Receiver"]
 
 T = TypeVar("T")
 

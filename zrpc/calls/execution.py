@@ -24,8 +24,6 @@ from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
 
-__all__ = ["Execution", "ExecutionWithin", "RequestJob"]
-
 
 class ResultSink(Protocol):
     """Takes the outcomes of executions. Any thread may call its methods."""

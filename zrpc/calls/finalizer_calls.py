@@ -13,8 +13,6 @@ from typing import Any, Protocol
 
 from zrpc.calls.future import Future
 
-__all__ = ["NextTurn", "call_soon"]
-
 
 class NextTurn(Protocol):
     """What has turns; see `zrpc.agent.receiver`."""

@@ -12,18 +12,6 @@ from zrpc.runtime.interrupts import raised_by_handler
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = [
-    "asked_for",
-    "call_title",
-    "function_of",
-    "handler_name",
-    "kind_name",
-    "method_in",
-    "name_of",
-    "name_of_function",
-    "readable",
-]
-
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
 _METHOD_BYTES = 13 + 255

@@ -30,8 +30,6 @@ from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.graph_capture import constant_of, is_tracing
 
-__all__ = ["Future"]
-
 logger = logging.getLogger(__name__)
 
 # torch's own text.

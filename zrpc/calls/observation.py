@@ -20,8 +20,6 @@ from zrpc.calls.recorder import CallMarks, Recorder
 from zrpc.wire.kind import METERED, Kind
 from zrpc.wire.message import Message
 
-__all__ = ["CallObservation", "handler_profile", "profiler"]
-
 
 def handler_profile(request: Message, caller: str, callee: str) -> Any:
     """Returns a context manager that shows the handler of a request in torch's profiler."""

@@ -21,8 +21,6 @@ from zrpc.wire.kind import LATE, UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Outbox", "exhausted"]
-
 logger = logging.getLogger(__name__)
 
 

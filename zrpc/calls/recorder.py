@@ -24,18 +24,6 @@ from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
 
-__all__ = [
-    "NO_PARENT",
-    "CallMarks",
-    "CallRecord",
-    "HandlerRecord",
-    "MessageRecord",
-    "Record",
-    "Recorder",
-    "Recording",
-    "SpanRecord",
-]
-
 # Messages that are neither a call's nor a matter of zrpc's own, such as those of a shutdown.
 _SHOWN = frozenset(Kind) - REQUESTS - ANSWERS - UNCOUNTED
 # The parent of a call that no handler has made.

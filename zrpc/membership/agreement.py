@@ -27,8 +27,6 @@ from enum import IntEnum
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["Agreement", "How", "LossNote", "pack_notes", "parse_notes"]
-
 # Both ends of a pair, and those of others that broke with it, are found within this part of the
 # limit, since that is how far apart heartbeats are.
 _SPREAD = 0.2

@@ -18,8 +18,6 @@ from zrpc.transport.listener_probe import ListenerProbe
 from zrpc.transport.network import Network
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["LivenessMonitor"]
-
 logger = logging.getLogger(__name__)
 
 _TICK_SECONDS = 0.1

@@ -46,8 +46,6 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.store_request import wait_for
 
-__all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
-
 _LEADER = "leader"
 # What is known at a roster; what follows that.
 _ROSTER = "roster"  # the records

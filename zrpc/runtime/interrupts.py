@@ -23,18 +23,6 @@ from itertools import repeat
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = [
-    "UninterruptedLock",
-    "hold_interrupts",
-    "in_main_thread",
-    "pass_interruptibly",
-    "raised_by_handler",
-    "release_interrupts",
-    "run_interruptibly",
-    "suppressing",
-    "uninterrupted",
-]
-
 T = TypeVar("T")
 
 # The functions of `signal` without its conversion to enums, which takes ten times as long.

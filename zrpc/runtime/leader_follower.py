@@ -44,8 +44,6 @@ from zrpc.runtime.job_times import JobTimes
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool, set_owner
 
-__all__ = ["LONGEST_SITTING", "LeaderFollower"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds between two checks of the follower: at first, and at most. A leader that is in the same

@@ -31,18 +31,6 @@ from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 
-__all__ = [
-    "HandlerPool",
-    "ThreadOwner",
-    "current_pool",
-    "end_with",
-    "in_handler",
-    "in_pool",
-    "pass_gate",
-    "set_owner",
-    "waiting",
-]
-
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]

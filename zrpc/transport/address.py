@@ -24,19 +24,6 @@ from typing import ClassVar
 
 from zrpc.errors import AuthenticationError, RpcError
 
-__all__ = [
-    "DESCRIPTORS",
-    "DIRECT",
-    "PrivateDirectory",
-    "check_private",
-    "host_key",
-    "interface_towards",
-    "is_alive",
-    "network_key",
-    "preferred_parent",
-    "private_directories",
-]
-
 # The sockets for direct connections and for file descriptors, next to that of the inbox.
 DIRECT = "direct"
 DESCRIPTORS = "files"

@@ -26,15 +26,6 @@ from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
 from zrpc.wire.pickling import dumps
 
-__all__ = [
-    "copied",
-    "dump_exception",
-    "error_text",
-    "load_exception",
-    "set_cause",
-    "traceback_of",
-]
-
 # Of tests, by the names of their classes in pytest.
 _OUTCOMES = ("Skipped", "XFailed", "Failed")
 # For classes that refuse to have attributes set, as frozen dataclasses do.

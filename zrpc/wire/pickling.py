@@ -38,8 +38,6 @@ from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
-
 Reducers = Mapping[type, Reducer]
 
 _NO_REDUCERS: Reducers = {}

@@ -19,8 +19,6 @@ from zrpc.wire.message import Message
 from zrpc.wire.tensor_reading import read_table
 from zrpc.wire.views import Relation, relate
 
-__all__ = ["Decoder", "decoder", "unpack_part"]
-
 # .decoder is the message that this thread unpacks, if any.
 _unpacking = threading.local()
 _NO_OPENERS: Mapping[int, Callable[[Decoder], None]] = {}
