@@ -11,43 +11,19 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from time import monotonic
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.calls.current_device import keep_device
+from zrpc.calls.result_sink import Called, ResultSink
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import DEFERRAL, Deferral, is_async_execution
 from zrpc.runtime import forks
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
-
-
-class ResultSink(Protocol):
-    """Takes the outcomes of executions. Any thread may call its methods."""
-
-    def defer(self, request: Message) -> None:
-        """Learns that the function returned a future: the result comes later, no thread runs."""
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
-        """Gives a call of a marked function to a service, which gives the outcome later."""
-
-    def answer(self, request: Message, value: Any) -> Any:
-        """Takes the result: of the function, or of its future or coroutine."""
-
-    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
-        """Takes the error that the execution failed with, and logs it if ``report``."""
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that never begins."""
 
 
 class Execution:
@@ -71,7 +47,7 @@ class Execution:
         self,
         request: Message,
         sink: ResultSink,
-        resolve: Callable[[], tuple[Any, Any, Any]],
+        resolve: Callable[[], Called],
         loop: EventLoop,
         schedule: Callable[[Callable[[], None]], None],
     ) -> None:
@@ -102,7 +78,7 @@ class Execution:
             scope.function = function
             deferral = getattr(function, DEFERRAL, None)
             if isinstance(deferral, Deferral):
-                self._sink.hand_over(request, deferral, (function, args, kwargs))
+                self._sink.hand_over(request, self._sink, deferral, (function, args, kwargs))
                 return
             result = function(*args, **kwargs)
             if generation != forks.generation:

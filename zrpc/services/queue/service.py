@@ -28,8 +28,9 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import TakeOver
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.pending_call import NEVER
+from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import QueueClosed, RpcError
 from zrpc.functions import Deferral
 from zrpc.services.queue.contents import Item, Waiter, nothing

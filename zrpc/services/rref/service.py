@@ -16,9 +16,10 @@ from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
+from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import (
     OwnerDied,
     has_shut_down,
@@ -269,7 +270,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         ready = value.ready  # before the mailbox, which is set first: else one may be overlooked
         mailbox = value.mailbox
         if mailbox is not None:
-            own = mailbox.sink if sink is self.agent.callee else ActorSink(mailbox, sink)
+            own = mailbox.sink if sink is self.agent.callee else ActorSink(sink, mailbox)
             begin = partial(self.agent.callee.on_call, request, own, resolve)
             scope.mailbox = mailbox
             method = method_in(request.body) if mailbox.beside else ""
