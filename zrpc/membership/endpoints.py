@@ -33,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
-# How long a worker that can't listen waits at most for the others to come and read why.
-_FAILURE_SECONDS = 5.0
 # For files of the program.
 _SPARE_DESCRIPTORS = 32
 MAKE_A_SECRET = (
