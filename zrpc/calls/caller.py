@@ -25,7 +25,7 @@ from zrpc.calls.call_options import CallOptions, Order
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec, error_in
-from zrpc.calls.finalizer_calls import NextTurn, call_soon
+from zrpc.calls.finalizer_calls import call_soon
 from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
 from zrpc.calls.last_calls import LastCalls
@@ -56,7 +56,7 @@ T = TypeVar("T")
 _QUEUED, _SENDING, _REMOTE, _ERROR = State.QUEUED, State.SENDING, Kind.REMOTE, Kind.ERROR
 
 
-class Receiver(NextTurn, Protocol):
+class Receiver(Protocol):
     """What receives the answers; see `zrpc.agent.receiver`."""
 
     def receive(self, gate: threading.Lock, timeout: float) -> None:
@@ -64,6 +64,9 @@ class Receiver(NextTurn, Protocol):
 
     def complete(self, job: Callable[[], None]) -> None:
         """Completes a future that no thread waits for, by a job."""
+
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
+        """Runs a job in the I/O thread soon. Takes no locks."""
 
 
 class Caller:
@@ -153,7 +156,7 @@ class Caller:
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
             go = partial(self.call_async, to, kind, obj, timeout, **options)
-            return call_soon(go, self._receiver, self._submit_job)
+            return call_soon(go, self.in_next_turn, self._submit_job)
         call, message = self._pack(to, kind, obj, timeout, **options)
         return self._begin(call, message, partial(Future.of_call, call, self))
 
