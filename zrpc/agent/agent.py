@@ -167,10 +167,10 @@ class Agent:
             self.membership,
             self.liveness,
             shutdown,
-            joined=self.joined,
-            lost=self.lost,
-            on_member_lost=self._on_member_lost,
-            explain=self._explain,
+            self.joined,
+            self.lost,
+            self._on_member_lost,
+            self._explain,
         )
         self.peers.use(self.dispatcher)
         self.dispatcher.register(Kind.CALL, self.callee.on_call)

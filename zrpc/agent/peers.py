@@ -75,6 +75,7 @@ class LeaveMessage:
             raise ProtocolError(f"expected the body of a LEAVE: {error}") from error
 
 
+@dataclass(eq=False)
 class Peers:
     """Admits and drops members. In the I/O thread, or before the agent serves, except `why_lost`.
 
@@ -86,35 +87,25 @@ class Peers:
         explain: for error messages, what is known about why a member does not answer.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        membership: Membership,
-        liveness: LivenessMonitor,
-        shutdown: Shutdown,
-        *,
-        joined: Hooks,
-        lost: Hooks,
-        on_member_lost: Callable[[MemberId], None],
-        explain: Callable[[MemberId], str],
-    ) -> None:
-        self._network = network
-        self._membership = membership
-        self._liveness = liveness
-        self._shutdown = shutdown
-        self._joined = joined
-        self._lost = lost
-        self._on_member_lost = on_member_lost
-        self._explain = explain
+    _network: Network
+    _membership: Membership
+    _liveness: LivenessMonitor
+    _shutdown: Shutdown
+    _joined: Hooks
+    _lost: Hooks
+    _on_member_lost: Callable[[MemberId], None]
+    _explain: Callable[[MemberId], str]
+
+    def __post_init__(self) -> None:
         # When lost members were told so last; their mailboxes are open since.
         self._told_dead: dict[MemberId, float] = {}
         # What was said of the members that are put out; with this worker, if it is out itself.
         self._put_out: dict[MemberId, LossNote] = {}
         # The routing ids of the members' heartbeats, as the last greeting of each shows.
         self._heartbeats: dict[MemberId, bytes] = {}
-        for info in membership.infos.values():
-            if info != membership.info:
-                joined.notify(info)
+        for info in self._membership.infos.values():
+            if info != self._membership.info:
+                self._joined.notify(info)
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Handles the messages of members that leave. Only before the agent serves."""

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -45,6 +46,7 @@ WhenReady = Callable[[Message, Callable[[], None]], None]
 TakeOver = Callable[[Message, ResultSink, Any, Called], None]
 
 
+@dataclass(eq=False)
 class Callee:
     """Answers the requests to one worker. Any thread may call its methods.
 
@@ -63,24 +65,16 @@ class Callee:
         deferrals: what takes over the calls of marked functions, by the type of the mark.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        codec: Codec,
-        outbox: Outbox,
-        pool: HandlerPool,
-        loop: EventLoop,
-        run: Callable[[Callable[[], None]], None],
-        on_failure: Callable[[BaseException], None] = lambda _: None,
-    ) -> None:
-        self._membership = membership
-        self._codec = codec
-        self._outbox = outbox
-        self._pool = pool
-        self._loop = loop
-        self._run = run
-        self._on_failure = on_failure
-        self.requests = PendingRequests(membership.infos)
+    _membership: Membership
+    _codec: Codec
+    _outbox: Outbox
+    _pool: HandlerPool
+    _loop: EventLoop
+    _run: Callable[[Callable[[], None]], None]
+    _on_failure: Callable[[BaseException], None]
+
+    def __post_init__(self) -> None:
+        self.requests = PendingRequests(self._membership.infos)
         self.counts = Table(HandlerCount)
         self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}

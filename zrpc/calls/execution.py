@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import CoroutineType
@@ -26,6 +27,7 @@ from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
 
 
+@dataclass(slots=True, eq=False)
 class Execution:
     """One call of a function on behalf of a caller; a job for a thread of the pool.
 
@@ -41,21 +43,11 @@ class Execution:
         request: the same.
     """
 
-    __slots__ = ("_loop", "_resolve", "_schedule", "_sink", "request")
-
-    def __init__(
-        self,
-        request: Message,
-        sink: ResultSink,
-        resolve: Callable[[], Called],
-        loop: EventLoop,
-        schedule: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self.request = request
-        self._sink = sink
-        self._resolve = resolve
-        self._loop = loop
-        self._schedule = schedule
+    request: Message
+    _sink: ResultSink
+    _resolve: Callable[[], Called]
+    _loop: EventLoop
+    _schedule: Callable[[Callable[[], None]], None]
 
     @property
     def useless(self) -> bool:
@@ -157,6 +149,7 @@ def _cut_frame(error: BaseException) -> None:
     error.with_traceback(None if trace is None else trace.tb_next)
 
 
+@dataclass(slots=True, eq=False)
 class RequestJob:
     """A job for a thread of the pool that answers a request without running a user's function.
 
@@ -164,11 +157,8 @@ class RequestJob:
         work: answers the request, which is accepted already.
     """
 
-    __slots__ = ("_work", "request")
-
-    def __init__(self, request: Message, work: Callable[[Message], None]) -> None:
-        self.request = request
-        self._work = work
+    request: Message
+    _work: Callable[[Message], None]
 
     def __call__(self) -> None:
         """Answers the request in this thread."""
