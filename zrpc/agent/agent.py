@@ -36,7 +36,7 @@ from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.peers import Peers
 from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
-from zrpc.agent.shutdown import Shutdown, ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Shutdown, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
 from zrpc.calls.callees import Callees
@@ -116,10 +116,10 @@ class Agent:
         self.switch_interval = SwitchInterval(options.switch_interval)
         self.joined = Hooks(self.completions.submit)
         self.lost = Hooks(self.completions.submit)
-        shutdown = Shutdown(membership, self._post_termination, ShutdownTiming())
+        shutdown = Shutdown(membership, self._post_termination)
         if elastic:
             work = partial(work_in_progress, self)
-            shutdown = SoloShutdown(membership, self._post_termination, ShutdownTiming(), work)
+            shutdown = SoloShutdown(membership, self._post_termination, work)
         self.graceful_shutdown = shutdown
         self.receiver = Receiver(
             self.worker_info, self.context, network, self.pool, self.completions, shutdown
