@@ -220,12 +220,8 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
     assert until(lambda: settles(mesh))
 
 
-# If there is no memory to begin what follows an answer of a pass, the pass may not end.
-WITHOUT_PASSES = [each for each in WORK if each is not in_context]
-
-
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
-@pytest.mark.parametrize("work", WITHOUT_PASSES)
+@pytest.mark.parametrize("work", WORK)
 def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
     """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
 

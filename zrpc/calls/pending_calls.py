@@ -21,6 +21,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class PendingCalls:
     Args:
         callees: the peers of the calls.
         limit: the most bytes in flight to one peer; a single call may be larger. 0: no limit.
+        in_next_turn: has something done in the I/O thread soon; takes no locks.
 
     Attributes:
         limit: the same.
@@ -78,8 +80,14 @@ class PendingCalls:
         postponed: by how many seconds deadlines were ever postponed.
     """
 
-    def __init__(self, callees: Callees, limit: int = 0) -> None:
+    def __init__(
+        self,
+        callees: Callees,
+        limit: int,
+        in_next_turn: Callable[[Callable[[], object]], None],
+    ) -> None:
         self._callees = callees
+        self._in_next_turn = in_next_turn
         self._lost = callees.lost
         self.limit = limit
         self.counts = Table(CallCount)
@@ -227,8 +235,13 @@ class PendingCalls:
             finally:
                 if call.follower is not None:
                     follower, call.follower = call.follower, None  # or the two keep each other
-                    if not (notify and follower.on_settled(call)) and handed:
-                        self.handed.discard(weakref.ref(call))
+                    try:
+                        if not (notify and follower.on_settled(call)) and handed:
+                            self.handed.discard(weakref.ref(call))
+                    except BaseException:
+                        if call.outcome:  # it has not begun, for lack of memory: once more
+                            self._in_next_turn(partial(follower.on_settled, call))
+                        raise
         return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:
