@@ -21,8 +21,6 @@ from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 from zrpc.services.autograd.service import AutogradService, context_of_hook
 from zrpc.services.rref.rref import RRef
 
-__all__ = ["DistributedOptimizer", "clip_grad_norm_"]
-
 T = TypeVar("T")
 
 # Guards what each DistributedOptimizer knows of its owners' options; not held during calls.

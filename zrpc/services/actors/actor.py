@@ -20,8 +20,6 @@ from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full, was_stopped
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "do", "in_turn", "make_mailbox", "stop_within"]
-
 
 @dataclass(slots=True, eq=False)
 class ActorSink(SinkBefore[ResultSink]):

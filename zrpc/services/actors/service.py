@@ -24,8 +24,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["ActorService"]
-
 
 class ActorService(Service):
     """Ends actors, and looks after the order of their calls.

@@ -19,8 +19,6 @@ from zrpc.wire.exceptions import copied
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Batch", "BatchedCall"]
-
 logger = logging.getLogger(__name__)
 
 

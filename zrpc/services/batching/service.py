@@ -27,8 +27,6 @@ from zrpc.services.batching.gathering import Gathering
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["BatchingService"]
-
 
 class _Key(NamedTuple):
     """What is equal for calls that may be in one batch.

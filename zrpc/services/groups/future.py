@@ -11,8 +11,6 @@ from zrpc.calls.future import Future
 from zrpc.errors import GroupError
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 
-__all__ = ["GroupFuture"]
-
 T = TypeVar("T")
 
 

@@ -31,8 +31,6 @@ from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.source import Source, present_reader
 from zrpc.services.streams.stream import Stream
 
-__all__ = ["Merged", "merge"]
-
 
 class Merged(Source):
     """The items of several streams. Any thread may call its methods.

@@ -21,8 +21,6 @@ from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.services.inspection.wait_graph import Node, WaitGraph
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Circle", "CircleSearch"]
-
 _MAX_TEXT = 4000
 
 

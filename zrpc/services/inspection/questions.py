@@ -33,8 +33,6 @@ from zrpc.errors import ProtocolError
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Questions", "Standings", "dump_question", "read_question"]
-
 # A question names no more calls than this: the oldest.
 _MAX_CALLS = 1024
 _MAX_BYTES = 1 << 18

@@ -32,8 +32,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["InspectionService"]
-
 logger = logging.getLogger(__name__)
 
 # How many threads, calls, requests and jobs each a snapshot has: the thread that takes it receives

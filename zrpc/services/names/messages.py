@@ -8,24 +8,6 @@ from typing import Any, NamedTuple
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import NOBODY, MemberId
 
-__all__ = [
-    "NO_BALLOT",
-    "Ask",
-    "Ballot",
-    "Collect",
-    "Free",
-    "Grant",
-    "Held",
-    "Holder",
-    "Lose",
-    "NameMessage",
-    "Naming",
-    "Refuse",
-    "Report",
-    "dump",
-    "parse",
-]
-
 
 class Ballot(NamedTuple):
     """A term of an arbiter. Of two terms, the greater one began later."""

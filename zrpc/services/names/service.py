@@ -31,8 +31,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["NameService"]
-
 Follower = Callable[[Holder, bool], object]
 
 # What has no answer is sent again after this time: a message may be lost with its connection.

@@ -40,8 +40,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["QueueService"]
-
 # After all workers have called ``shutdown``, calls that wait end once no item has come for this
 # time: those that are on their way still count.
 _QUIET_SECONDS = 0.5

@@ -48,8 +48,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["RRefService"]
-
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
 

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
-__all__ = ["ITSELF", "READY", "MethodCheck", "OwnedValue", "ValueSink"]
-
 # In the place of a method's name: the value itself is called.
 ITSELF = "__call__"
 _GENERATORS = GeneratorType, AsyncGeneratorType

@@ -31,8 +31,6 @@ from zrpc.services.streams.source import Source, present_reader
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["Consumer"]
-
 T = TypeVar("T")
 
 

@@ -51,8 +51,6 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import register_reducer
 
-__all__ = ["StreamService", "checked_prefetch"]
-
 # Once all workers have called shutdown, a stream that nobody has read for this time is closed.
 _UNREAD_SECONDS = 1.0
 
