@@ -12,7 +12,7 @@ from typing import Any
 
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, expecting
 from zrpc.membership.agreement import LossNote, pack_notes
 from zrpc.membership.failure_detector import Loss, Reason
 from zrpc.membership.hooks import Hooks
@@ -62,17 +62,15 @@ class LeaveMessage:
         return Message(Kind.LEAVE, body=body)
 
     @classmethod
+    @expecting("the body of a LEAVE")
     def parse(cls, body: bytes | bytearray | memoryview) -> LeaveMessage:
         """Reads the body of a LEAVE.
 
         Raises:
             ProtocolError: it is none.
         """
-        try:
-            declared_dead, sent = _LEAVE.unpack_from(body)
-            return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
-        except (struct.error, UnicodeDecodeError) as error:
-            raise ProtocolError(f"expected the body of a LEAVE: {error}") from error
+        declared_dead, sent = _LEAVE.unpack_from(body)
+        return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
 
 
 @dataclass(eq=False)

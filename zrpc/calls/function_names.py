@@ -8,7 +8,7 @@ import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from zrpc.runtime.interrupts import raised_by_handler
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
@@ -52,8 +52,7 @@ def name_of_function(function: Any) -> str:
     try:
         name = function.__qualname__
     except Exception as error:  # of an object that can be called
-        if raised_by_handler(error):
-            raise
+        raise_if_of_handler(error)
         name = None
     return name if type(name) is str else type(function).__qualname__
 

@@ -22,7 +22,7 @@ from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (
     hold_interrupts,
     in_main_thread,
-    raised_by_handler,
+    raise_if_of_handler,
     release_interrupts,
     uninterrupted,
 )
@@ -407,8 +407,7 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
                     release_interrupts()
                 value = decode()
             except Exception as error:
-                if raised_by_handler(error):
-                    raise
+                raise_if_of_handler(error)
                 self._fail(Failure(decode, without_frames(error)))
             else:
                 self._set(value)

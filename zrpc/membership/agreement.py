@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import expecting
 from zrpc.wire.member_id import MemberId, rank_of
 
 # Both ends of a pair, and those of others that broke with it, are found within this part of the
@@ -64,19 +64,17 @@ def pack_notes(notes: Iterable[LossNote]) -> bytes:
     return b"".join(_NOTE.pack(each.how, each.member, each.judge, each.other) for each in notes)
 
 
+@expecting("notes about lost members")
 def parse_notes(body: bytes | bytearray | memoryview) -> list[LossNote]:
     """Reads the body of a message.
 
     Raises:
         ProtocolError: it has another form.
     """
-    try:
-        return [
-            LossNote(How(how), MemberId(member), MemberId(judge), MemberId(other))
-            for how, member, judge, other in _NOTE.iter_unpack(body)
-        ]
-    except (struct.error, ValueError) as error:
-        raise ProtocolError(f"expected notes about lost members: {error}") from error
+    return [
+        LossNote(How(how), MemberId(member), MemberId(judge), MemberId(other))
+        for how, member, judge, other in _NOTE.iter_unpack(body)
+    ]
 
 
 class Agreement:

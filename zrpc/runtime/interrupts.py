@@ -165,6 +165,12 @@ def raised_by_handler(error: BaseException) -> bool:
     return any(frame.f_code in codes for frame, _ in frames)
 
 
+def raise_if_of_handler(error: BaseException) -> None:
+    """Raises an error again if a signal handler of the program has raised it."""
+    if raised_by_handler(error):
+        raise error
+
+
 class suppressing(contextlib.suppress):
     """Suppresses errors of some types in a block, but none that a signal handler has raised."""
 

@@ -25,7 +25,7 @@ from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
-from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
+from zrpc.runtime.interrupts import raise_if_of_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.devices import DeviceMap, fetched
 from zrpc.wire.envelope import Envelope
@@ -315,8 +315,7 @@ class Encoder:
         except (RpcError, MemoryError):
             raise  # a reducer's own error, or one that cloudpickle can't avoid
         except Exception as error:  # cloudpickle pickles more types, and its errors say more
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
         self._start_over()
         return self._pickle_by_value(obj)
 
@@ -326,8 +325,7 @@ class Encoder:
         except (RpcError, MemoryError):
             raise
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
                 f"expected picklable values, found one of type {found} that can't be pickled: "
@@ -352,8 +350,7 @@ class Encoder:
         try:
             self._dump(self._by_value, obj)
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             return False
         return True
 

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import RpcError, expecting
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.services.inspection.actor_circles import WAITS, ActorCircles
 from zrpc.services.inspection.black_holes import BlackHoles
@@ -196,10 +196,8 @@ class InspectionService(Service):
             ProtocolError: the message is no question or answer.
         """
         body = bytes(message.body)
-        try:
+        with expecting("the number of a question"):
             number, way, ways, sent = _HEAD.unpack_from(body)
-        except struct.error as error:
-            raise ProtocolError(f"expected the number of a question: {error}") from error
         if way:
             self.agent.dispatcher.break_off(message.sender)
         if sent:

@@ -20,7 +20,7 @@ from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
-    raised_by_handler,
+    raise_if_of_handler,
     run_interruptibly,
     uninterrupted,
 )
@@ -286,8 +286,7 @@ class Consumer(Source):
                 else:
                     values.append(unpack(part))
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             return error
         return None
 
