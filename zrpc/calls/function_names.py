@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import pickletools
 import sys
@@ -92,10 +93,9 @@ def function_of(request: Message) -> str:
     """
     if request.kind not in _WITH_FUNCTION:
         return ""
-    try:
+    with contextlib.suppress(Exception):  # a peer may have sent anything
         return _first_name(bytes(request.body[:_READ_BYTES]))
-    except Exception:  # a peer may have sent anything
-        return ""
+    return ""
 
 
 def method_in(body: Any) -> str:
@@ -106,10 +106,9 @@ def method_in(body: Any) -> str:
     head = bytes(body[:_METHOD_BYTES])
     if head[:3] == b"\x80\x05\x95" and head[11:12] == pickle.SHORT_BINUNICODE:
         return head[13 : 13 + head[12]].decode(errors="replace")
-    try:
+    with contextlib.suppress(Exception):  # a peer may have sent anything
         return _first_name(head)
-    except Exception:  # a peer may have sent anything
-        return ""
+    return ""
 
 
 def readable(name: object) -> str:
