@@ -133,8 +133,8 @@ class Agent:
             self.outbox,
             options,
             self.receiver,
-            submit=self.completions.submit,
-            callees=self.callees,
+            self.completions.submit,
+            self.callees,
         )
         self.callee = Callee(
             membership,

@@ -12,6 +12,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic
@@ -69,16 +70,14 @@ class Receiver(Protocol):
         """Runs a job in the I/O thread soon. Takes no locks."""
 
 
+@dataclass(eq=False)
 class Caller:
     """Makes the calls of one worker. Any thread may call its methods.
 
     Args:
         codec: packs requests, and unpacks answers.
-        outbox: sends requests.
         options: for the timeout, and the limit of bytes in flight.
-        receiver: receives answers.
-        submit: has a call sent by another thread.
-        callees: the members that it calls.
+        submit_job: has a call sent by another thread.
 
     Attributes:
         calls: those that wait for answers.
@@ -88,27 +87,20 @@ class Caller:
         last_calls: decides which may begin, once all workers have called ``shutdown``.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        codec: Codec,
-        outbox: Outbox,
-        options: ZmqRpcBackendOptions,
-        receiver: Receiver,
-        *,
-        submit: Callable[[Callable[[], None]], None],
-        callees: Callees,
-    ) -> None:
-        self._membership = membership
-        self._own_id = membership.own_id
-        self._codec = codec
-        self._outbox = outbox
-        self._receiver = receiver
-        self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
-        self._submit_job = submit
-        limit = options.max_bytes_in_flight
-        self.calls = PendingCalls(callees, limit, receiver.in_next_turn)
-        self.rpc_timeout = options.rpc_timeout
+    _membership: Membership
+    _codec: Codec
+    _outbox: Outbox
+    _options: ZmqRpcBackendOptions
+    _receiver: Receiver
+    _submit_job: Callable[[Callable[[], None]], None]
+    _callees: Callees
+
+    def __post_init__(self) -> None:
+        self._own_id = self._membership.own_id
+        self.complete, self.in_next_turn = self._receiver.complete, self._receiver.in_next_turn
+        limit = self._options.max_bytes_in_flight
+        self.calls = PendingCalls(self._callees, limit, self.in_next_turn)
+        self.rpc_timeout = self._options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
 
