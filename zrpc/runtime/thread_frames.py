@@ -1,4 +1,4 @@
-"""What each thread of this process runs at the moment."""
+"""What each thread of this process runs at the moment, and its processor time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import threading
+import time
 from types import FrameType
 
 from zrpc.runtime.forks import free_in_child
@@ -37,6 +38,19 @@ def thread_frames() -> dict[int, FrameType]:
         finally:
             if enabled:
                 _turn_on()
+
+
+def processor_time_of(ident: int) -> float | None:
+    """Returns the processor time that a thread has used, in seconds.
+
+    None if the thread has ended.
+    """
+    if ident not in thread_frames():
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:
+        return None
 
 
 def _turn_on() -> None:

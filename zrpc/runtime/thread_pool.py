@@ -19,16 +19,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import NamedTuple
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, uninterrupted
 from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
-from zrpc.runtime.pool_load import Load
-from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
+from zrpc.runtime.thread_frames import processor_time_of
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,30 @@ def waiting() -> Iterator[None]:
         yield
     finally:
         pool._unblock()
+
+
+class Load(NamedTuple):
+    """What a pool has to do.
+
+    Attributes:
+        size: the number of jobs that may run at once.
+        running: the number of jobs that run, without those that wait for another worker.
+        waiting: the number of jobs that wait for another worker.
+        idle: the number of threads without a job.
+        threads: the number of threads.
+        full_for: for how many seconds some job has always waited; 0 if none waits.
+        queued: the number of jobs that wait for a thread.
+        backlog: the first of those.
+    """
+
+    size: int
+    running: int
+    waiting: int
+    idle: int
+    threads: int
+    full_for: float
+    queued: int
+    backlog: list[Job]
 
 
 class HandlerPool:

@@ -38,8 +38,7 @@ from zrpc.calls.future import Future
 from zrpc.calls.future_group import Arrivals, wait_all
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.runtime.context_thread import ContextThread
-from zrpc.runtime.processor_time import processor_time_of
-from zrpc.runtime.thread_frames import thread_frames
+from zrpc.runtime.thread_frames import processor_time_of, thread_frames
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.merged import Merged
 from zrpc.services.inspection.snapshot import Activity, Frame
