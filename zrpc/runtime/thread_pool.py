@@ -140,6 +140,7 @@ class Load(NamedTuple):
         idle: the number of threads without a job.
         threads: the number of threads.
         full_for: for how many seconds some job has always waited; 0 if none waits.
+        none_begun_for: for how many of these seconds no job was begun.
         queued: the number of jobs that wait for a thread.
         backlog: the first of those.
     """
@@ -150,6 +151,7 @@ class Load(NamedTuple):
     idle: int
     threads: int
     full_for: float
+    none_begun_for: float
     queued: int
     backlog: list[Job]
 
@@ -223,6 +225,7 @@ class HandlerPool:
                 len(self._idle),
                 len(self._threads),
                 full_for,
+                min(full_for, time.perf_counter() - self._begun_at),
                 len(self._backlog),
                 list(itertools.islice(self._backlog, limit)),
             )

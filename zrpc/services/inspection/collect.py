@@ -92,7 +92,8 @@ class _Work:
         return "; ".join(filter(None, (self._load_of_pool(), self._load_of_loop())))
 
     def _load_of_pool(self) -> str:
-        size, running, *_, full_for, idle_for, queued, _ = self.pool
+        size, running, queued = self.pool.size, self.pool.running, self.pool.queued
+        full_for, idle_for = self.pool.full_for, self.pool.none_begun_for
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
