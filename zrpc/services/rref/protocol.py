@@ -57,8 +57,6 @@ from functools import partial
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["References"]
-
 # A user remembers this many ended forks, in case the message with one of them comes again.
 _ENDED_REMEMBERED = 64
 
