@@ -68,6 +68,30 @@ def test_a_follower_that_fails_holds_up_no_other_call(
     assert [call.settled for call in ended] == [True] * 3
 
 
+def test_a_follower_that_has_not_claimed_the_outcome_is_told_until_it_has(
+    calls: PendingCalls,
+) -> None:
+    seen: list[object] = []
+
+    class Follower:
+        def on_settled(self, call: PendingCall) -> None:
+            seen.append(call.outcome[0])
+            if len(seen) < 3:
+                raise MemoryError
+            call.claim()
+
+    call = entered_call(calls, peer=0, timeout=0)
+    call.follower = Follower()
+    with pytest.raises(MemoryError):
+        calls.settle(call.call_id, "outcome")
+    with pytest.raises(MemoryError):
+        calls.tell_again()
+    for _ in range(2):
+        calls.tell_again()
+    assert seen == ["outcome"] * 3
+    assert call.follower is None
+
+
 def test_a_follower_is_notified_once_it_is_settled(calls: PendingCalls) -> None:
     call, seen = entered_call(calls, peer=0, timeout=0), []
 

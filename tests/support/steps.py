@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import linecache
 import os
 import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import zrpc
+from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["Steps", "at_entry", "at_step", "count_steps", "interrupt", "some_steps"]
+__all__ = [
+    "SHARES",
+    "Steps",
+    "at_entry",
+    "at_instant",
+    "at_step",
+    "count_steps",
+    "interrupt",
+    "some_steps",
+]
 
 _ROOT = Path(zrpc.__file__).parent
 _COUNTED = f"{_ROOT}{os.sep}"
 # What tests run their workers with.
 _NOT_COUNTED = f"{_ROOT / 'testing'}{os.sep}"
 
+# Here a lock is taken in a function of Python's: no code can do anything against an exception.
+_TAKES = {UninterruptedLock.__enter__.__code__}
+
 # How many steps of a piece of work `some_steps` draws.
 _STEPS = int(os.environ.get("ZRPC_STEPS", "40"))
+# Into how many tests they are divided, since each test has a limit.
+SHARES = 1 if _STEPS < 1000 else 16
 
 
 class Steps:
@@ -79,20 +94,33 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def at_entry(number: int, action: Callable[[], object]) -> Iterator[Steps]:
+def at_entry(number: int, action: Callable[[], object]) -> AbstractContextManager[Steps]:
     """Does what `at_step` does, as a function of zrpc begins: as if there were no memory for it.
 
     Not in finalizers, nor as a block of ``with`` ends, which was entered at the same depth.
     """
+    return _at_events({"call"}, number, action)
+
+
+def at_instant(number: int, action: Callable[[], object]) -> AbstractContextManager[Steps]:
+    """Does what `at_entry` does, also as zrpc's code gets the result of a function in C.
+
+    At these two, Python raises an exception that was set in a thread from outside. Not in the two
+    steps of a lock that are written in Python: no code can do anything against it there.
+    """
+    return _at_events({"call", "c_return"}, number, action)
+
+
+@contextlib.contextmanager
+def _at_events(events: set[str], number: int, action: Callable[[], object]) -> Iterator[Steps]:
     steps = Steps()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         path = code.co_filename
-        if event != "call" or not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
+        if event not in events or not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
             return
-        if code.co_name != "__exit__" and not _in_finalizer(frame):
+        if code.co_name != "__exit__" and code not in _TAKES and not _in_finalizer(frame):
             steps.count += 1
             if steps.count == number:
                 steps.place = f"{path}:{frame.f_lineno} in {code.co_name}"
@@ -128,10 +156,13 @@ def count_steps(work: Callable[[], object], at: Any = at_step) -> int:
     return count
 
 
-def some_steps(work: Callable[[], object], seed: int = 0, at: Any = at_step) -> Iterator[int]:
-    """Yields steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all."""
-    total = count_steps(work, at)
-    if total <= _STEPS:
-        yield from itertools.chain(range(1, total + 1))
-    else:
-        yield from sorted(random.Random(seed).sample(range(1, total + 1), _STEPS))
+def some_steps(
+    work: Callable[[], object], share: int | None = None, at: Any = at_step
+) -> list[int]:
+    """Returns steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all.
+
+    If ``share`` is a number, of these one of `SHARES` equal shares.
+    """
+    steps = range(1, count_steps(work, at) + 1)
+    some = steps if len(steps) <= _STEPS else sorted(random.Random(0).sample(steps, _STEPS))
+    return list(some if share is None else some[share::SHARES])

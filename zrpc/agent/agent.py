@@ -303,6 +303,7 @@ class Agent:
             self.pool.relieve,
             self.completions.relieve,
             self.callee.drop_abandoned,
+            self.caller.calls.tell_again,
             self.outbox.retry,
             self._give_back_memory,
         )

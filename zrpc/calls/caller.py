@@ -127,7 +127,7 @@ class Caller:
                 self._submit(call, message)
                 self.wait(call)
             except BaseException:
-                call.cancel()
+                self._leave(call)
                 raise
             finally:
                 release_interrupts()
@@ -218,8 +218,14 @@ class Caller:
                     call.observation.end()
             return result
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
-            call.cancel()
+            self._leave(call)
             raise
+
+    def _leave(self, call: PendingCall) -> None:
+        """Ends a call that its thread has not begun, or that it no longer waits for."""
+        call.cancel()
+        if call.state is State.NEW:
+            self._undo(call)
 
     def _pack(
         self,
@@ -309,6 +315,8 @@ class Caller:
                 self._send(call, message)
             except Exception:  # not the outcome: the frames of this error hold the future
                 call.withdraw()
+                if not call.left:
+                    self._undo(call)
                 raise
         elif state is not _QUEUED:
             self._undo(call)

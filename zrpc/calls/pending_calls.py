@@ -91,6 +91,8 @@ class PendingCalls:
         # Settled ones whose futures the threads that wait for them complete, until they have. Weak,
         # since a signal handler may interrupt such a thread as it takes out its call.
         self.handed: set[weakref.ref[PendingCall]] = set()
+        # Settled ones whose followers are not told yet. Changed without the lock.
+        self._untold: list[PendingCall] = []
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
@@ -185,51 +187,73 @@ class PendingCalls:
         Returns:
             The call; None if it isn't in the table, or no longer: then another thread settles it.
         """
-        with self._lock:
-            call = self.by_id.pop(call_id, None)
-            if call is None:
-                return None
-            window = call.window
-            ready: Sequence[PendingCall] = ()
-            if window is not None:
-                if call.state is _SENDING:
-                    window.used -= call.size
-                if window.queue:
-                    ready = self._let_in(window, call)
-                elif not window.used and window.caller is not None:  # it may not call any more
-                    del self._windows[window.peer, window.caller]
-            call.state = _SETTLED if call.state is _SENDING else _UNSENT
-            handed = call.follower is not None and bool(call.waiters)
-            if handed:
-                self.handed.add(weakref.ref(call, self.handed.discard))
-        if type(outcome) is Message:
-            failed = outcome.kind == _ERROR
-        else:
-            failed = outcome is not None
+        taken: PendingCall | None = None
+        ready: Sequence[PendingCall] = ()
+        try:
+            with self._lock:
+                call = self.by_id.get(call_id)
+                if call is None:
+                    return None
+                window, call.window = call.window, None
+                if window is not None:
+                    if call.state is _SENDING:
+                        window.used -= call.size
+                    if window.queue:
+                        ready = self._let_in(window, call)
+                    elif not window.used and window.caller is not None:  # it may not call any more
+                        del self._windows[window.peer, window.caller]
+                if notify and call.follower is not None and call.waiters:
+                    self.handed.add(weakref.ref(call, self.handed.discard))
+                # Together: an exception that is set from outside comes as a function is called.
+                call.state = _SETTLED if call.state is _SENDING else _UNSENT
+                taken = call
+                del self.by_id[call_id]
+            failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
             if call.state is _UNSENT and isinstance(outcome, RpcError):
                 outcome.executed = False
-        now = monotonic()
-        try:
+            now = monotonic()
             # Before the gate opens: a program that has the answer finds the call counted.
             self.counts[call.what or call.kind].add(now - call.begun, failed)
             if call.observation is not None:
                 call.observation.on_settled(call, outcome, failed, now)
         finally:  # whatever fails, if there is no memory for a frame, say: nobody waits without end
-            call.holds = None
-            call.outcome = [outcome]
-            call.gate.release()
-            try:
-                if call.parent is not None:
-                    call.parent.release(call)
-                for each in ready:
-                    if each.room is not None:
-                        each.room.go()
-            finally:
-                if call.follower is not None:
-                    follower, call.follower = call.follower, None  # or the two keep each other
-                    if not (notify and follower.on_settled(call)) and handed:
-                        self.handed.discard(weakref.ref(call))
-        return call
+            if taken is not None:
+                taken.holds = None
+                taken.outcome = [outcome]
+                try:
+                    taken.gate.release()
+                    if taken.parent is not None:
+                        taken.parent.release(taken)
+                    for each in ready:
+                        if each.room is not None:
+                            each.room.go()
+                finally:
+                    if not notify:
+                        taken.follower = None
+                    elif taken.follower is not None:
+                        self._untold.append(taken)
+                        self._tell(taken)
+        return taken
+
+    def _tell(self, call: PendingCall) -> None:
+        """Tells the follower of a settled call; it stays in `_untold` until that has claimed it."""
+        follower, call.follower = call.follower, None  # or the two keep each other
+        if follower is None:  # another thread tells it
+            return
+        try:
+            if not follower.on_settled(call):
+                self.handed.discard(weakref.ref(call))
+        except BaseException:
+            if call.outcome:
+                call.follower = follower
+            raise
+        finally:
+            if call.follower is None:
+                self._untold.remove(call)
+
+    def tell_again(self) -> None:
+        """Tells the followers that there was no memory to tell; about ten times a second."""
+        _each(list(self._untold), self._tell)
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:
         """Lets in the queued calls that fit now; the lock is held.

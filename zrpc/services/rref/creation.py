@@ -137,7 +137,7 @@ class Creation:
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
-        outcome = call.claim()
+        [outcome] = call.outcome
         # What the function raises belongs to the value: if the answer is an error, the owner could
         # not read the message.
         unread = isinstance(outcome, Message) and outcome.kind == Kind.ERROR
@@ -154,6 +154,7 @@ class Creation:
                 self.on_not_made()
         if failed and (fail := self.fail()) is not None:
             fail(outcome)
+        call.claim()  # last: else this is called again
 
     def on_not_made(self) -> None:
         """Notes that the message never reaches the owner; may be called again.

@@ -124,12 +124,13 @@ class Consumer(Source):
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer of the call, or the error that came instead."""
-        outcome = call.claim()
+        [outcome] = call.outcome
         total = None
         if isinstance(outcome, Message):
             [total] = (outcome.attachments or {}).get(Tag.STREAM, [None])
             self.returned = total is None and outcome.kind != Kind.ERROR
         self.end(outcome, total)
+        call.claim()  # last: else this is called again
 
     def end(self, outcome: Any, total: int | None = None) -> None:
         """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
