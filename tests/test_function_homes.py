@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import sys
 import types
@@ -12,6 +11,7 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.support.forks import exit_code, fork
 from zrpc.testing import Mesh
 from zrpc.wire.pickling import dumps
 
@@ -75,10 +75,7 @@ def test_a_copy_whose_original_is_gone_has_the_globals_of_its_module(
 def test_a_forked_child_is_not_the_home_of_its_parents_functions() -> None:
     add = make_counter()
     body = dumps(copied(add))
-    pid = os.fork()
-    if pid == 0:
-        os._exit(pickle.loads(body) is add)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert exit_code(fork(lambda: pickle.loads(body) is add)) == 0
 
 
 @pytest.mark.zrpc(processes=True, workers=3)

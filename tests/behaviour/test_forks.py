@@ -10,11 +10,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 import zrpc as rpc
+from tests.support import forks
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
@@ -106,21 +107,17 @@ def test_a_child_may_join_a_mesh_while_a_thread_of_its_parent_joins_one(
         with pytest.raises(rpc.RendezvousError):
             join("parent", 2, f"tcp://127.0.0.1:{free_port}")
 
-    def in_child() -> NoReturn:
+    def join_alone() -> None:
         join("child", 1, f"file://{tmp_path / 'store'}")
         rpc.shutdown()
-        os._exit(3)
 
     thread = threading.Thread(target=wait_in_vain)
     thread.start()
     until(lambda: is_listening(free_port))
-    child = os.fork()
-    if child == 0:
-        in_child()
+    child = forks.fork(join_alone)
     _children.append(child)
     thread.join(SOON)
-    until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert forks.exit_code(child) == 0
 
 
 def is_listening(port: int) -> bool:

@@ -68,28 +68,23 @@ def test_a_follower_that_fails_holds_up_no_other_call(
     assert [call.settled for call in ended] == [True] * 3
 
 
-def test_a_follower_that_has_not_claimed_the_outcome_is_told_until_it_has(
-    calls: PendingCalls,
-) -> None:
-    seen: list[object] = []
+def test_a_follower_that_there_is_no_memory_for_is_notified_in_the_next_turn() -> None:
+    callees = Callees()
+    calls, found = table(callees=callees), list[Any]()
 
     class Follower:
         def on_settled(self, call: PendingCall) -> None:
-            seen.append(call.outcome[0])
-            if len(seen) < 3:
+            if not callees.errands:
                 raise MemoryError
-            call.claim()
+            found.append(call.claim())
 
     call = entered_call(calls, peer=0, timeout=0)
     call.follower = Follower()
     with pytest.raises(MemoryError):
         calls.settle(call.call_id, "outcome")
-    with pytest.raises(MemoryError):
-        calls.tell_again()
-    for _ in range(2):
-        calls.tell_again()
-    assert seen == ["outcome"] * 3
-    assert call.follower is None
+    [errand] = callees.errands
+    errand()
+    assert found == ["outcome"]
 
 
 def test_a_follower_is_notified_once_it_is_settled(calls: PendingCalls) -> None:
@@ -171,7 +166,7 @@ def test_the_calls_to_one_peer_fail(calls: PendingCalls) -> None:
 def test_a_call_to_a_peer_that_is_lost_is_not_sent() -> None:
     callees: Any = Callees()
     callees.lost.add(MemberId(1))
-    call = entered_call(PendingCalls(callees), peer=1, timeout=0)
+    call = entered_call(table(callees=callees), peer=1, timeout=0)
     assert call.state is State.UNSENT
     error = call.claim()
     assert isinstance(error, WorkerDied)
@@ -189,7 +184,7 @@ def test_a_table_that_is_closed_takes_no_more_calls(calls: PendingCalls) -> None
 
 def test_only_sent_calls_are_cancelled_at_the_callee() -> None:
     callees: Any = Callees()
-    calls = PendingCalls(callees, limit=KIB)
+    calls = table(KIB, callees)
     sent, unsent = Sender(calls).send(0), Sender(calls)
     waiting = unsent.start(0)
     assert sent.cancel()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import os
 import pkgutil
-import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.support.waiting import SOON, until
+from tests.support.forks import exit_code, fork
+from tests.support.waiting import SOON
 from zrpc.runtime.interrupts import UninterruptedLock
 
 LOCKS = type(threading.Lock()), type(threading.RLock()), threading.Condition, UninterruptedLock
@@ -65,19 +64,16 @@ def test_all_locks_of_modules_are_free_in_a_forked_child() -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     assert held.wait(SOON)
-    child = os.fork()
-    if child == 0:
+
+    def take_all() -> int:
         for each in names:
             print("taking", *each, file=sys.stderr, flush=True)
             with lock_of(*each):  # in this thread: a new one might have the holder's ident
                 pass
-        os._exit(3)
+        return 3
+
     try:
-        until(lambda: os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT))
+        assert exit_code(fork(take_all)) == 3
     finally:
         done.set()
         thread.join(SOON)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(child, signal.SIGKILL)
-        status = os.waitpid(child, 0)[1]
-    assert os.waitstatus_to_exitcode(status) == 3

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forks import exit_code, fork
 from tests.support.handled import Handle, signal_handlers
 from tests.support.recursion import call_with_frames_left
 from tests.support.steps import at_step, interrupt
@@ -285,18 +286,7 @@ def test_holding_in_other_threads_changes_nothing() -> None:
 def fork_in_a_thread(code: Callable[[], int]) -> int:
     """Returns how a child exits that another thread forks: it is the main thread there."""
     codes = []
-
-    def fork() -> None:
-        child = os.fork()
-        if not child:
-            status = 99
-            try:
-                status = code()
-            finally:
-                os._exit(status)
-        codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    thread = threading.Thread(target=fork)
+    thread = threading.Thread(target=lambda: codes.append(exit_code(fork(code))))
     thread.start()
     thread.join()
     return codes[0]

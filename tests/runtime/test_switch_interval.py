@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from tests.support.forks import exit_code, fork
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.bootstrap import join_mesh
@@ -91,16 +92,13 @@ def test_the_previous_interval_is_restored_to_the_microsecond() -> None:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_child_process_has_the_previous_interval() -> None:
     one = ask(0.001)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            code = 2 if current() != BEFORE else 0
-            one.give_back()
-            code = code or 3 * (current() != BEFORE)
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def in_child() -> None:
+        assert current() == BEFORE
+        one.give_back()
+        assert current() == BEFORE
+
+    assert exit_code(fork(in_child)) == 0
     assert current() == 0.001
     one.give_back()
 

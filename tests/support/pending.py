@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from zrpc.calls.pending_call import PendingCall
@@ -10,11 +11,17 @@ from zrpc.wire.member_id import MemberId, rank_of
 
 
 class Callees:
-    """The peers of the calls, which do nothing. ``cancelled`` has the calls that they hear of."""
+    """The peers of the calls, which do nothing.
+
+    Attributes:
+        cancelled: the calls that they hear of.
+        errands: what the table wants done in the next turn.
+    """
 
     def __init__(self) -> None:
         self.lost: set[MemberId] = set()
         self.cancelled: list[PendingCall] = []
+        self.errands: list[Callable[[], object]] = []
 
     def explain(self, _: MemberId, call_id: int) -> str:
         return ""
@@ -29,10 +36,10 @@ class Callees:
         self.cancelled.append(call)
 
 
-def table(limit: int = 0) -> PendingCalls:
+def table(limit: int = 0, callees: Any = None) -> PendingCalls:
     """Makes an empty table."""
-    callees: Any = Callees()
-    return PendingCalls(callees, limit)
+    callees = callees or Callees()
+    return PendingCalls(callees, limit, callees.errands.append)
 
 
 def entered_call(calls: PendingCalls, peer: int, timeout: float, holds: Any = None) -> PendingCall:

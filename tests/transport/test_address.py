@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forks import exit_code, fork
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.errors import AuthenticationError, RpcError
@@ -142,18 +143,19 @@ def test_a_stopped_worker_is_alive(parent: Path) -> None:
 def test_a_child_process_does_not_keep_its_parent_alive(directory: PrivateDirectory) -> None:
     # The lock belongs to the open file, which a fork shares.
     forked, go = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
+
+    def live() -> None:
         os.write(forked[1], b"x")
         os.read(go[0], 1)
-        os._exit(0)
+
+    child = fork(live)
     try:
         os.read(forked[0], 1)  # the child runs its own code now
         directory.release()  # as if this process had been killed
         assert not is_alive(directory.path)
     finally:
         os.write(go[1], b"x")
-        os.waitpid(pid, 0)
+        exit_code(child)
         for descriptor in (*forked, *go):
             os.close(descriptor)
 

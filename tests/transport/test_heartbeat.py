@@ -8,6 +8,7 @@ import resource
 import socket
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -124,22 +125,32 @@ def test_a_handshake_that_breaks_without_a_word_is_tried_again_within_the_limit(
     inbox.close()
 
 
-def test_a_peer_that_refuses_the_key_at_first_is_tried_until_it_has_heard_of_it(
+def test_peers_that_refuse_the_key_at_first_are_tried_until_they_have_heard_of_it(
     context: zmq.Context[Any], heartbeats: Heartbeats
 ) -> None:
-    keys, own_keys = KeyPair.new(), KeyPair.new()
+    """All of them: a connection that is made again once took the one of another peer with it."""
+    keys, own_keys, peers = KeyPair.new(), KeyPair.new(), set(range(8))
     curve, own_curve = Curve(keys), Curve(own_keys)
-    own_curve.admit(3, PeerKey(keys.public, b"z" + bytes(16)))
     curve.open(context)
-    with context.socket(zmq.ROUTER) as inbox:
-        curve.guard_inbox(inbox)
-        inbox.bind("tcp://127.0.0.1:*")
-        endpoint = inbox.last_endpoint.decode()
-        heartbeats.watch(3, endpoint, lambda socket: own_curve.guard_mailbox(socket, 3))
-        assert set(await_events(heartbeats, 10)) == {(3, False)}
-        curve.admit(5, PeerKey(own_keys.public, b"y" + bytes(16)))
-        until(lambda: (3, True) in heartbeats.events())
-        inbox.linger = 0
+    inboxes = []
+    for peer in peers:
+        own_curve.admit(peer, PeerKey(keys.public, b"z" + bytes(16)))
+        inboxes.append(context.socket(zmq.ROUTER))
+        curve.guard_inbox(inboxes[-1])
+        inboxes[-1].linger = 0
+        inboxes[-1].bind("tcp://127.0.0.1:*")
+        endpoint = inboxes[-1].last_endpoint.decode()
+        heartbeats.watch(peer, endpoint, partial(own_curve.guard_mailbox, peer=peer))
+    for _ in range(4):
+        refused = await_events(heartbeats, len(peers))
+        assert not any(answers for _, answers in refused)
+    curve.admit(9, PeerKey(own_keys.public, b"y" + bytes(16)))
+    reached: set[int] = set()
+    until(
+        lambda: reached.update(peer for peer, yes in heartbeats.events() if yes) or reached == peers
+    )
+    for inbox in inboxes:
+        inbox.close()
     curve.close()
 
 

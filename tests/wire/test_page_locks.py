@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.support.forks import exit_code, fork
 from tests.support.waiting import SOON, until
 from zrpc.wire.page_locks import COPIES, MappedMemory, PageLocks
 
@@ -130,10 +130,13 @@ def test_a_forked_child_frees_memory_without_the_driver(locks: PageLocks, driver
     memory = added(locks)
     address = memory.address
     copy(locks, memory)
-    child = os.fork()
-    if child == 0:
+    owned = [memory]
+    del memory
+
+    def free() -> bool:
         locks.forget()
-        del memory
-        os._exit(bool(driver.unlocked or locks.ended or is_mapped(address)))
-    assert os.waitpid(child, 0)[1] == 0
+        owned.clear()
+        return bool(driver.unlocked or locks.ended or is_mapped(address))
+
+    assert exit_code(fork(free)) == 0
     assert is_mapped(address)

@@ -303,7 +303,6 @@ class Agent:
             self.pool.relieve,
             self.completions.relieve,
             self.callee.drop_abandoned,
-            self.caller.calls.tell_again,
             self.outbox.retry,
             self._give_back_memory,
         )

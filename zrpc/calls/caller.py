@@ -104,7 +104,8 @@ class Caller:
         self._receiver = receiver
         self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
         self._submit_job = submit
-        self.calls = PendingCalls(callees, options.max_bytes_in_flight)
+        limit = options.max_bytes_in_flight
+        self.calls = PendingCalls(callees, limit, receiver.in_next_turn)
         self.rpc_timeout = options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
@@ -127,7 +128,7 @@ class Caller:
                 self._submit(call, message)
                 self.wait(call)
             except BaseException:
-                self._leave(call)
+                self._give_up(call)
                 raise
             finally:
                 release_interrupts()
@@ -218,13 +219,13 @@ class Caller:
                     call.observation.end()
             return result
         except BaseException:  # Ctrl-C: nobody will ask for the outcome
-            self._leave(call)
+            self._give_up(call)
             raise
 
-    def _leave(self, call: PendingCall) -> None:
-        """Ends a call that its thread has not begun, or that it no longer waits for."""
+    def _give_up(self, call: PendingCall) -> None:
+        """Cancels a call; undoes what was done for its message if that has not left."""
         call.cancel()
-        if call.state is State.NEW:
+        if not call.left:
             self._undo(call)
 
     def _pack(
@@ -308,15 +309,12 @@ class Caller:
         except BaseException:
             call.cancel()
             call.follower = call.holds = None  # if it is not in the table
-            self._undo(call)
             raise
         if state is _SENDING:
             try:
                 self._send(call, message)
             except Exception:  # not the outcome: the frames of this error hold the future
                 call.withdraw()
-                if not call.left:
-                    self._undo(call)
                 raise
         elif state is not _QUEUED:
             self._undo(call)
@@ -358,10 +356,12 @@ class Caller:
             self._outbox.put(call.peer, message)
         except (zmq.ZMQError, MemoryError) as error:
             self._outbox.undo(call.peer, message)
-            lack = exhausted(error)
-            if lack is not None:
+            if (lack := exhausted(error)) is not None:
                 self._undo(call)
-                raise lack from error
+                try:
+                    raise lack from error
+                finally:
+                    del lack  # or its frames and it would keep the arguments
             # The peer's mailbox is closed when it is lost, and all are at the end.
             if call.peer not in self._membership.lost:
                 self.calls.fail(lambda _: has_shut_down())

@@ -39,8 +39,6 @@ class Follower(Protocol):
     def on_settled(self, call: PendingCall) -> bool | None:
         """Learns that the call has an outcome. In the thread that settled it; it must be quick.
 
-        If it raises before it has claimed the outcome, it is called again a little later.
-
         Returns:
             Whether what follows is left to the threads that wait for the call.
         """

@@ -21,6 +21,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class PendingCalls:
     Args:
         callees: the peers of the calls.
         limit: the most bytes in flight to one peer; a single call may be larger. 0: no limit.
+        in_next_turn: has something done in the I/O thread soon; takes no locks.
 
     Attributes:
         limit: the same.
@@ -78,8 +80,14 @@ class PendingCalls:
         postponed: by how many seconds deadlines were ever postponed.
     """
 
-    def __init__(self, callees: Callees, limit: int = 0) -> None:
+    def __init__(
+        self,
+        callees: Callees,
+        limit: int,
+        in_next_turn: Callable[[Callable[[], object]], None],
+    ) -> None:
         self._callees = callees
+        self._in_next_turn = in_next_turn
         self._lost = callees.lost
         self.limit = limit
         self.counts = Table(CallCount)
@@ -91,8 +99,6 @@ class PendingCalls:
         # Settled ones whose futures the threads that wait for them complete, until they have. Weak,
         # since a signal handler may interrupt such a thread as it takes out its call.
         self.handed: set[weakref.ref[PendingCall]] = set()
-        # Settled ones whose followers are not told yet. Changed without the lock.
-        self._untold: list[PendingCall] = []
         self._windows: dict[tuple[MemberId, Hashable], Window] = {}
         self._closed = False
         self.earliest = NEVER
@@ -187,73 +193,57 @@ class PendingCalls:
         Returns:
             The call; None if it isn't in the table, or no longer: then another thread settles it.
         """
-        taken: PendingCall | None = None
         ready: Sequence[PendingCall] = ()
-        try:
-            with self._lock:
-                call = self.by_id.get(call_id)
-                if call is None:
-                    return None
-                window, call.window = call.window, None
-                if window is not None:
-                    if call.state is _SENDING:
-                        window.used -= call.size
-                    if window.queue:
-                        ready = self._let_in(window, call)
-                    elif not window.used and window.caller is not None:  # it may not call any more
-                        del self._windows[window.peer, window.caller]
-                if notify and call.follower is not None and call.waiters:
-                    self.handed.add(weakref.ref(call, self.handed.discard))
-                # Together: an exception that is set from outside comes as a function is called.
-                call.state = _SETTLED if call.state is _SENDING else _UNSENT
-                taken = call
-                del self.by_id[call_id]
-            failed = outcome.kind == _ERROR if type(outcome) is Message else outcome is not None
+        with self._lock:
+            call = self.by_id.get(call_id)
+            if call is None:
+                return None
+            window, call.window = call.window, None
+            if window is not None:
+                if call.state is _SENDING:
+                    window.used -= call.size
+                if window.queue:
+                    ready = self._let_in(window, call)
+                elif not window.used and window.caller is not None:  # it may not call any more
+                    del self._windows[window.peer, window.caller]
+            handed = call.follower is not None and bool(call.waiters)
+            if handed:
+                self.handed.add(weakref.ref(call, self.handed.discard))
+            call.state = _SETTLED if call.state is _SENDING else _UNSENT
+            del self.by_id[call_id]  # last: if anything fails, the call is still in the table
+        if type(outcome) is Message:
+            failed = outcome.kind == _ERROR
+        else:
+            failed = outcome is not None
             if call.state is _UNSENT and isinstance(outcome, RpcError):
                 outcome.executed = False
-            now = monotonic()
+        now = monotonic()
+        try:
             # Before the gate opens: a program that has the answer finds the call counted.
             self.counts[call.what or call.kind].add(now - call.begun, failed)
             if call.observation is not None:
                 call.observation.on_settled(call, outcome, failed, now)
         finally:  # whatever fails, if there is no memory for a frame, say: nobody waits without end
-            if taken is not None:
-                taken.holds = None
-                taken.outcome = [outcome]
-                try:
-                    taken.gate.release()
-                    if taken.parent is not None:
-                        taken.parent.release(taken)
-                    for each in ready:
-                        if each.room is not None:
-                            each.room.go()
-                finally:
-                    if not notify:
-                        taken.follower = None
-                    elif taken.follower is not None:
-                        self._untold.append(taken)
-                        self._tell(taken)
-        return taken
-
-    def _tell(self, call: PendingCall) -> None:
-        """Tells the follower of a settled call; it stays in `_untold` until that has claimed it."""
-        follower, call.follower = call.follower, None  # or the two keep each other
-        if follower is None:  # another thread tells it
-            return
-        try:
-            if not follower.on_settled(call):
-                self.handed.discard(weakref.ref(call))
-        except BaseException:
-            if call.outcome:
-                call.follower = follower
-            raise
-        finally:
-            if call.follower is None:
-                self._untold.remove(call)
-
-    def tell_again(self) -> None:
-        """Tells the followers that there was no memory to tell; about ten times a second."""
-        _each(list(self._untold), self._tell)
+            call.holds = None
+            call.outcome = [outcome]
+            call.gate.release()
+            try:
+                if call.parent is not None:
+                    call.parent.release(call)
+                for each in ready:
+                    if each.room is not None:
+                        each.room.go()
+            finally:
+                if call.follower is not None:
+                    follower, call.follower = call.follower, None  # or the two keep each other
+                    try:
+                        if not (notify and follower.on_settled(call)) and handed:
+                            self.handed.discard(weakref.ref(call))
+                    except BaseException:
+                        if call.outcome:  # it has not begun, for lack of memory: once more
+                            self._in_next_turn(partial(follower.on_settled, call))
+                        raise
+        return call
 
     def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:
         """Lets in the queued calls that fit now; the lock is held.

@@ -168,6 +168,15 @@ class _Authenticator(ThreadAuthenticator):
     def curve_user_id(self, client_public_key: bytes) -> str:
         return self.name_of(z85.encode(client_public_key))
 
+    def _send_zap_reply(
+        self, request_id: bytes, status_code: bytes, status_text: bytes, user_id: str = ""
+    ) -> None:
+        # "Try again later": the worker may only not have heard of this member yet. After 400,
+        # ZeroMQ ends the session of the connection, and to disconnect that later may end another
+        # one: of another peer, if it has its memory by then.
+        code = b"300" if status_code == b"400" else status_code
+        super()._send_zap_reply(request_id, code, status_text, user_id)
+
     async def handle_zap_message(self, msg: list[bytes]) -> None:
         self.address = msg[3].decode(errors="replace") if len(msg) > 3 else "nowhere"
         await super().handle_zap_message(msg)

@@ -170,10 +170,6 @@ class Heartbeats:
         if event == zmq.EVENT_CONNECT_RETRIED:
             # If it stood, its handshake had succeeded just when it was made again.
             return stood
-        if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-            # It has not heard of this worker yet, for example. ZeroMQ doesn't try that again.
-            self._to_remake.add(peer)
-            return stood
         if event == zmq.EVENT_DISCONNECTED:
             limit = min(2 * connection.handshake_ms, self._max_handshake_ms)
             limit = self._first_handshake_ms if stood else limit
@@ -232,8 +228,7 @@ class Heartbeats:
         socket.heartbeat_timeout = self._timeout_ms
         socket.reconnect_ivl = _RECONNECT_MS
         socket.connect_timeout = self._timeout_ms
-        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        events |= zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
+        events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         address = f"inproc://zrpc-heartbeats-{id(self)}"
         socket.monitor(address, events)
         # No limit: otherwise libzmq's I/O thread would wait for room, and answer nobody meanwhile.

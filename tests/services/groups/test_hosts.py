@@ -75,7 +75,7 @@ class Hosts(NamedTuple):
                 f"worker{worker}: held {segment.held}, lent to {dict(segment.borrowers)}"
                 for worker, pool in pools.items()
                 if worker not in lost
-                for segment in list(pool._segments.values())
+                for segment in list(pool.segments.values())
                 if segment.in_use
             ]
 

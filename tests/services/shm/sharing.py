@@ -104,7 +104,7 @@ def send_on(rank: Any, count: Any) -> Any:
     numbers = set()
     for i in range(count):
         future = zrpc.rpc_async(rank, torch.neg, (large(100 + i),))
-        numbers.update(layer.pool._segments)
+        numbers.update(layer.pool.segments)
         assert torch.equal(future.wait(), -large(100 + i))
     return numbers
 

@@ -116,7 +116,7 @@ def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
     sent = layer.sent_bytes
     assert zrpc.rpc_sync(1, torch.numel, (large(3),)) == LARGE
     assert len(refused) == 1
-    assert refused[0] not in layer.pool._segments.values()  # a part of it may have been written
+    assert refused[0] not in layer.pool.segments.values()  # a part of it may have been written
     assert layer.sent_bytes == sent
     monkeypatch.setattr(Segment, "write", write)
     assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))

@@ -142,7 +142,7 @@ def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
         zrpc.rpc_sync(1, torch.neg, (large(1),))
     assert not left
     assert ours.pool.lent == 0
-    assert [lend.number in ours.pool._segments for lend in lends] == [False]
+    assert [lend.number in ours.pool.segments for lend in lends] == [False]
     # Nor does the peer keep the descriptor. It learns that before it has looked for descriptors.
     joined.agent(0).network.wake()
     until(lambda: not ours.pool.retired)
@@ -175,12 +175,12 @@ def test_a_segment_that_may_be_lent_again_is_not_returned_twice(joined: Mesh) ->
     """Of a message that can't be sent a part may have left, by which the owner has heard of it."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    number = next(n for n, s in ours.pool._segments.items() if 1 in s.borrowers)
+    number = next(n for n, s in ours.pool.segments.items() if 1 in s.borrowers)
     part = Message(Kind.RESULT, extensions=[(Tag.SEGMENTS, note(1, number))])
     theirs.undo_carry(0, part)
     joined.agent(1).network.wake()
     until_returned(ours)
-    assert number not in ours.pool._segments
+    assert number not in ours.pool.segments
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(10 + i),)), -large(10 + i))
     assert torch.equal(kept()["held"], large(1))
@@ -192,14 +192,14 @@ def test_what_a_fork_may_read_is_not_used_again(joined: Mesh) -> None:
     """But another tensor is. The owner hears of both with the same message."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
     zrpc.rpc_sync(1, keep, ("forked", large(1)))
-    (forked,) = (n for n, s in ours.pool._segments.items() if 1 in s.borrowers)
+    (forked,) = (n for n, s in ours.pool.segments.items() if 1 in s.borrowers)
     theirs.loans.keep_all()
     zrpc.rpc_sync(1, keep, ("other", large(2)))
-    (other,) = (n for n, s in ours.pool._segments.items() if 1 in s.borrowers and n != forked)
+    (other,) = (n for n, s in ours.pool.segments.items() if 1 in s.borrowers and n != forked)
     drop("forked", "other")
     until_returned(ours)
-    assert forked not in ours.pool._segments
-    assert other in ours.pool._segments
+    assert forked not in ours.pool.segments
+    assert other in ours.pool.segments
 
 
 @pytest.mark.system

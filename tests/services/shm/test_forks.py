@@ -82,7 +82,7 @@ def fork_and_drop(rank: Any) -> Any:
     try:
         answers = [child.ask()]
         received.clear()  # the child has a list of its own
-        until(lambda: not own_layer().loans._open, collect=True)
+        until(lambda: not own_layer().loans.open, collect=True)
         for i in range(6):
             other = zrpc.rpc_sync(rank, large, (100 + i,))
             assert content(other) == content(large(100 + i))

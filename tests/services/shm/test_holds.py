@@ -169,7 +169,7 @@ class HeldMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_used_is_open(self) -> None:
-        assert {each.number for each in self.used()} <= set(self.pool._segments)
+        assert {each.number for each in self.used()} <= set(self.pool.segments)
         assert self.pool.lent == len({segment.number for segment, _ in self.lent})
 
 

@@ -40,13 +40,13 @@ def until_lost(rank: Any) -> None:
 
 
 def numbers_of_free_segments() -> Any:
-    return sorted(own_layer().pool._segments)
+    return sorted(own_layer().pool.segments)
 
 
 def drop_all() -> Any:
     """Drops what is kept; returns what is mapped then."""
     kept().clear()
-    until(lambda: not own_layer().loans._open, collect=True)
+    until(lambda: not own_layer().loans.open, collect=True)
     return segments_mapped()
 
 

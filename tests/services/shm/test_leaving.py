@@ -52,7 +52,7 @@ def test_tensors_of_a_worker_that_has_left_stay(joined: Mesh) -> None:
     joined.run(2, zrpc.rpc_sync, 0, torch.numel, (large(9),))
     assert kept_are_equal(3)
     drop(*range(3))
-    until(lambda: not service_of(joined, 0).loans._open, collect=True)
+    until(lambda: not service_of(joined, 0).loans.open, collect=True)
 
 
 def send_from(rank: Any, count: Any) -> None:

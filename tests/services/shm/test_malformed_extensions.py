@@ -81,12 +81,12 @@ def test_an_extension_of_nonsense_is_an_error_at_the_caller(
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
     for hostile in HOSTILE.values():
         assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
-        segment = next(iter(ours.pool._segments.values()))
+        segment = next(iter(ours.pool.segments.values()))
         with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
-        until(lambda: not service_of(joined, 1).loans._open, collect=True)
+        until(lambda: not service_of(joined, 1).loans.open, collect=True)
 
 
 NOTES = {
@@ -105,7 +105,7 @@ NOTES = {
 def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     ours, stranger = service_of(joined, 0), joined.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
-    (held,) = (n for n, s in ours.pool._segments.items() if 1 in s.borrowers)
+    (held,) = (n for n, s in ours.pool.segments.items() if 1 in s.borrowers)
     with caplog.at_level(logging.CRITICAL, logger="zrpc"):
         for what, hostile in NOTES.items():
             data = hostile(held)
@@ -115,7 +115,7 @@ def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptur
                     call_with(stranger, 0, Tag.SEGMENTS, data)
             else:
                 assert call_with(stranger, 0, Tag.SEGMENTS, data) == 1
-            assert (ours.pool.lent, held in ours.pool._segments) == (1, True), what
+            assert (ours.pool.lent, held in ours.pool.segments) == (1, True), what
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
     assert torch.equal(kept()["held"], large(1))
     drop("held")

@@ -43,9 +43,9 @@ def lend(pool: SegmentPool, size: int, borrower: int = 1) -> Segment:
 
 def shrink(pool: SegmentPool, now: float) -> list[Segment]:
     """Has the pool close what was not used for long; which segments these were."""
-    before = list(pool._segments.values())
+    before = list(pool.segments.values())
     pool.close_idle(now - 10.0)
-    return [segment for segment in before if segment not in pool._segments.values()]
+    return [segment for segment in before if segment not in pool.segments.values()]
 
 
 def fill(segment: Segment, offset: int, data: bytes) -> None:
@@ -166,7 +166,7 @@ def test_a_segment_is_not_closed_while_a_thread_writes_to_it(pool: Any, end: str
     assert (len(pool), pool.size) == (0, 0)
     assert segments_open() == segments_mapped() == [inode_of(segment)]
     fill(segment, 0, b"a" * MIB)
-    assert other not in pool._segments.values()
+    assert other not in pool.segments.values()
     assert not pool.written(segment)
     assert segments_open() == segments_mapped() == []
 
@@ -290,7 +290,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.gone.update(closed)
 
     def numbers(self) -> Any:
-        return set(self.pool._segments)
+        return set(self.pool.segments)
 
     def check_bytes(self, number: Any) -> None:
         segment, _, (place, stamp) = self.lent[number]
@@ -300,7 +300,7 @@ class PoolMachine(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         if not hasattr(self, "pool"):
             return
-        sizes = {inode_of(segment): segment.size for segment in self.pool._segments.values()}
+        sizes = {inode_of(segment): segment.size for segment in self.pool.segments.values()}
         assert self.pool.lent == len(self.lent)
         assert self.lent.keys() <= self.numbers()
         assert self.pool.size == sum(sizes.values()) <= CAPACITY

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import threading
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.services.weights.publishing import (
     until_mapped,
     weights,
 )
+from tests.support.forks import exit_code, fork
 from tests.support.waiting import until
 from zrpc.nn import subscribe
 from zrpc.testing import Mesh
@@ -166,10 +166,7 @@ def test_a_reader_that_has_forked_keeps_what_it_read(mesh: Mesh) -> None:
     learner, rollout = Learner(mesh), Rollout(mesh, 1)
     learner.push()
     rollout.load()
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert exit_code(fork(lambda: None)) == 0
     for version in range(2, 8):
         learner.push()
         assert rollout.load() == version

@@ -126,7 +126,7 @@ def _left(agent: Agent) -> list[str]:
         "accounts": targets.Account.alive,
         "autograd contexts": len(agent.service(AutogradService)),
         "segments that peers have": shared.pool.lent,
-        "segments of peers in use": len(shared.loans._open),
+        "segments of peers in use": len(shared.loans.open),
         "bytes that flow control counts as in flight": sum(
             load.used for loads in agent.caller.calls.loads().values() for load in loads
         ),

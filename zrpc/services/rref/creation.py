@@ -136,7 +136,10 @@ class Creation:
         self.service.dropped.append((self.rref_id, self.fork_id))
 
     def on_settled(self, call: PendingCall) -> None:
-        """Takes the call's outcome; in the I/O thread, or in the thread that calls."""
+        """Takes the call's outcome; in the I/O thread, or in the thread that calls.
+
+        May be called again, unless it has claimed the outcome.
+        """
         [outcome] = call.outcome
         # What the function raises belongs to the value: if the answer is an error, the owner could
         # not read the message.
@@ -154,7 +157,7 @@ class Creation:
                 self.on_not_made()
         if failed and (fail := self.fail()) is not None:
             fail(outcome)
-        call.claim()  # last: else this is called again
+        call.claim()
 
     def on_not_made(self) -> None:
         """Notes that the message never reaches the owner; may be called again.

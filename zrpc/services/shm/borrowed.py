@@ -74,6 +74,7 @@ class Loans:
 
     Attributes:
         ended: the weak references to views that have been freed.
+        open: loans that have not ended, by the identity of the weak references to their views.
     """
 
     def __init__(self) -> None:
@@ -81,8 +82,7 @@ class Loans:
         # The segments of each owner by number, in the order in which they came; or why one can't be
         # mapped.
         self._known: dict[MemberId, dict[int, SegmentMap | Exception]] = {}
-        # Loans that have not ended, by the identity of the weak references to their views.
-        self._open: dict[int, Loan] = {}
+        self.open: dict[int, Loan] = {}
 
     def add(self, owner: MemberId, number: int, fd: int) -> None:
         """Maps a segment, for the messages that will name it.
@@ -141,14 +141,14 @@ class Loans:
         # which no signal handler interrupts (what that raised would be lost).
         watched = [weakref.ref(view, self.ended.append) for view in views]
         loan = Loan(owner, number, weakref.ref(memory), watched, len(views))
-        self._open.update(dict.fromkeys(map(id, watched), loan))
+        self.open.update(dict.fromkeys(map(id, watched), loan))
         return views
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []
         while self.ended:
-            loan = self._open.pop(id(self.ended.popleft()), None)
+            loan = self.open.pop(id(self.ended.popleft()), None)
             if loan is None:  # there was no memory to enter it
                 continue
             loan.left -= 1
@@ -176,7 +176,7 @@ class Loans:
             OSError: some mappings could not be made private; all loans are marked `keep` anyway.
         """
         with contextlib.ExitStack() as each:  # all of them, even if one fails
-            for loan in list(self._open.values()):
+            for loan in list(self.open.values()):
                 if not loan.keep:
                     loan.keep = True
                     memory = loan.memory()

@@ -146,25 +146,26 @@ class SegmentPool:
         capacity: the maximum number of bytes of all segments together.
 
     Attributes:
+        segments: all segments by number.
         size: the number of bytes of all segments together.
         retired: segments that are not lent again, until the workers that have them mapped are told.
     """
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
-        self._segments: dict[int, Segment] = {}
+        self.segments: dict[int, Segment] = {}
         self.size = 0
         self._next_number = 0
         self.retired: list[Segment] = []
         self._closed = False
 
     def __len__(self) -> int:
-        return len(self._segments)
+        return len(self.segments)
 
     @property
     def lent(self) -> int:
         """The number of segments that are lent."""
-        return sum(bool(segment.borrowers) for segment in self._segments.values())
+        return sum(bool(segment.borrowers) for segment in self.segments.values())
 
     def lend(self, sizes: list[int], borrower: MemberId) -> tuple[Segment, list[int]] | None:
         """Lends a segment with room for buffers of these sizes.
@@ -198,7 +199,7 @@ class SegmentPool:
 
     def lend_held(self, segment: Segment, borrower: MemberId) -> bool:
         """Lends a segment that this worker holds; returns False if that is not possible."""
-        if segment.number not in self._segments or borrower in segment.kept_by:
+        if segment.number not in self.segments or borrower in segment.kept_by:
             return False
         segment.borrowers[borrower] += 1
         return True
@@ -211,13 +212,13 @@ class SegmentPool:
     def drop(self, segment: Segment) -> None:
         """Closes a segment that was taken by `hold`: there was no memory for all of its pages."""
         segment.held = False
-        if segment.number in self._segments:
+        if segment.number in self.segments:
             self._close(segment)
 
     def written(self, segment: Segment) -> bool:
         """Ends the writing to a segment; returns False if it was retired meanwhile."""
         segment.writing = segment.fresh = False
-        kept = segment.number in self._segments
+        kept = segment.number in self.segments
         if not kept:
             segment.close()
         return kept
@@ -229,21 +230,21 @@ class SegmentPool:
 
     def give_back(self, number: int, borrower: MemberId) -> None:
         """Takes a segment back from its borrower: it can be used again."""
-        segment = self._segments.get(number)
+        segment = self.segments.get(number)
         # While it is written to, its borrower can't have it yet.
         if segment is not None and borrower in segment.borrowers and not segment.writing:
             self._take_back(segment, borrower)
 
     def retire(self, number: int, borrower: MemberId) -> None:
         """Never writes to a segment again, since its borrower may go on using it."""
-        segment = self._segments.get(number)
+        segment = self.segments.get(number)
         if segment is not None and borrower in segment.borrowers:
             segment.kept_by.add(borrower)
             self._take_back(segment, borrower)
 
     def retire_lent_to(self, borrower: MemberId) -> None:
         """Never lends again what a worker has: it has left, but its process may still use it."""
-        for segment in [s for s in self._segments.values() if borrower in s.borrowers]:
+        for segment in [s for s in self.segments.values() if borrower in s.borrowers]:
             segment.borrowers[borrower] = 1
             self.retire(segment.number, borrower)
 
@@ -255,7 +256,7 @@ class SegmentPool:
 
     def _settle(self, segment: Segment) -> None:
         """Deals with a segment that nobody may have any longer."""
-        if segment.in_use or segment.number not in self._segments:
+        if segment.in_use or segment.number not in self.segments:
             return
         segment.used = time.monotonic()
         if segment.kept_by or (segment.was_held and self._alike(segment) > _MAX_FREE_HELD):
@@ -274,11 +275,11 @@ class SegmentPool:
     def close(self) -> None:
         """Closes all segments, and lends none from now on."""
         self._closed = True
-        for segment in list(self._segments.values()):
+        for segment in list(self.segments.values()):
             self._close(segment)
 
     def _free(self) -> list[Segment]:
-        return [segment for segment in self._segments.values() if not segment.in_use]
+        return [segment for segment in self.segments.values() if not segment.in_use]
 
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""
@@ -301,12 +302,12 @@ class SegmentPool:
         except OSError:
             return None  # out of descriptors or memory; frames need neither
         self._next_number += 1
-        self._segments[segment.number] = segment
+        self.segments[segment.number] = segment
         self.size += segment.size
         return segment
 
     def _close(self, segment: Segment) -> None:
-        del self._segments[segment.number]
+        del self.segments[segment.number]
         self.size -= segment.size
         self.retired.append(segment)
         if not segment.writing:  # else the thread that writes closes it

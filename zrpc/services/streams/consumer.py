@@ -130,7 +130,7 @@ class Consumer(Source):
             [total] = (outcome.attachments or {}).get(Tag.STREAM, [None])
             self.returned = total is None and outcome.kind != Kind.ERROR
         self.end(outcome, total)
-        call.claim()  # last: else this is called again
+        call.claim()
 
     def end(self, outcome: Any, total: int | None = None) -> None:
         """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
