@@ -1,4 +1,4 @@
-"""Signals whose handlers interrupt any step of zrpc's code, and errors in its midst."""
+"""Signals whose handlers interrupt any step of zrpc's code, and errors as any function begins."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import zrpc as rpc
 from tests.support.handled import signal_handlers
 from tests.support.observed import stats_of
-from tests.support.steps import SHARES, at_entry, at_instant, at_step, some_steps
+from tests.support.steps import SHARES, at_entry, at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, local_mesh
@@ -229,22 +229,11 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
     assert until(lambda: settles(mesh))
 
 
-# An exception that is set in a thread from outside may lose a message that the thread has taken.
-# What the message was for fails a little later: a call does, but also each stream and each pass.
-CALLS = [each for each in WORK if each not in (in_context, streamed, left_stream)]
-
-
-# No memory for a function, the end of the stack, and an exception that is set from outside.
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
-@pytest.mark.parametrize(
-    ("work", "error", "at"),
-    [
-        *((work, error, at_entry) for work in WORK for error in (MemoryError, RecursionError)),
-        *((work, KeyboardInterrupt, at_instant) for work in CALLS),
-    ],
-)
-def test_an_error_in_a_thread_in_which_signal_handlers_do_not_run(
-    mesh: Mesh, steps_of: Any, work: Any, error: type[BaseException], at: Any
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_no_memory_or_stack_for_a_function_in_a_thread(
+    mesh: Mesh, steps_of: Any, work: Any, error: type[Exception]
 ) -> None:
     """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
 
@@ -252,10 +241,10 @@ def test_an_error_in_a_thread_in_which_signal_handlers_do_not_run(
         raise error
 
     def in_a_thread(number: int) -> None:
-        with mesh.agent(0).as_current(), contextlib.suppress(error, Exception), at(number, fail):
+        with mesh.agent(0).as_current(), contextlib.suppress(Exception), at_entry(number, fail):
             work()
 
-    for number in steps_of(work, at=at):
+    for number in steps_of(work, at=at_entry):
         thread = threading.Thread(target=in_a_thread, args=(number,), daemon=True)
         thread.start()
         thread.join(SOON)

@@ -10,32 +10,18 @@ import random
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import zrpc
-from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = [
-    "SHARES",
-    "Steps",
-    "at_entry",
-    "at_instant",
-    "at_step",
-    "count_steps",
-    "interrupt",
-    "some_steps",
-]
+__all__ = ["SHARES", "Steps", "at_entry", "at_step", "count_steps", "interrupt", "some_steps"]
 
 _ROOT = Path(zrpc.__file__).parent
 _COUNTED = f"{_ROOT}{os.sep}"
 # What tests run their workers with.
 _NOT_COUNTED = f"{_ROOT / 'testing'}{os.sep}"
-
-# Here a lock is taken in a function of Python's: no code can do anything against an exception.
-_TAKES = {UninterruptedLock.__enter__.__code__}
 
 # How many steps of a piece of work `some_steps` draws.
 _STEPS = int(os.environ.get("ZRPC_STEPS", "40"))
@@ -94,33 +80,20 @@ def at_step(number: int, action: Callable[[], object]) -> Iterator[Steps]:
         gc.enable()
 
 
-def at_entry(number: int, action: Callable[[], object]) -> AbstractContextManager[Steps]:
+@contextlib.contextmanager
+def at_entry(number: int, action: Callable[[], object]) -> Iterator[Steps]:
     """Does what `at_step` does, as a function of zrpc begins: as if there were no memory for it.
 
     Not in finalizers, nor as a block of ``with`` ends, which was entered at the same depth.
     """
-    return _at_events({"call"}, number, action)
-
-
-def at_instant(number: int, action: Callable[[], object]) -> AbstractContextManager[Steps]:
-    """Does what `at_entry` does, also as zrpc's code gets the result of a function in C.
-
-    At these two, Python raises an exception that was set in a thread from outside. Not in the two
-    steps of a lock that are written in Python: no code can do anything against it there.
-    """
-    return _at_events({"call", "c_return"}, number, action)
-
-
-@contextlib.contextmanager
-def _at_events(events: set[str], number: int, action: Callable[[], object]) -> Iterator[Steps]:
     steps = Steps()
 
     def profile(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         path = code.co_filename
-        if event not in events or not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
+        if event != "call" or not path.startswith(_COUNTED) or path.startswith(_NOT_COUNTED):
             return
-        if code.co_name != "__exit__" and code not in _TAKES and not _in_finalizer(frame):
+        if code.co_name != "__exit__" and not _in_finalizer(frame):
             steps.count += 1
             if steps.count == number:
                 steps.place = f"{path}:{frame.f_lineno} in {code.co_name}"

@@ -260,6 +260,25 @@ def pair_with_fork() -> tuple[References, Fork]:
     return user, fork
 
 
+def test_the_last_message_is_sent_again_if_it_is_known_to_be_lost() -> None:
+    user, fork = pair_with_fork()
+    owner = References(0)
+    owner.add(fork.rref_id, fork.fork_id, 1)
+    user.drop(fork.fork_id)
+    user.look()
+    user.outgoing.clear()
+    owner.on_messages_lost(1)
+    for sender, receiver in ((owner, user), (user, owner)):
+        for _, message in sender.outgoing:
+            receiver.handle(0 if sender is owner else 1, message)
+        receiver.look()
+    assert owner.freed == [fork.rref_id]
+    owner.on_member_lost(1)
+    owner.outgoing.clear()
+    owner.on_messages_lost(1)
+    assert owner.outgoing == []
+
+
 def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
     user, fork = pair_with_fork()
     user.receive(fork, 0)

@@ -34,7 +34,7 @@ Messages may arrive in any order and more than once:
   fork.
 - A message may be lost as a connection breaks. That shows by a number that is left out for some
   seconds after a later one has come. Each worker keeps its latest messages to each other one, to
-  send them again.
+  send them again. If a handler had no memory for a message, it is sent again at once.
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
@@ -374,7 +374,7 @@ class References:
         """
         for member, serials in self._serials_in.items():
             if serials.is_late(now):
-                self._send(member, Verb.RESEND, NO_FORK, ForkId(self._own_id, serials.next))
+                self.on_messages_lost(member)
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
             self.ready.append(waiting.begin)
@@ -413,6 +413,12 @@ class References:
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
         else:
             self._delete(rref_id, fork_id, sender)
+
+    def on_messages_lost(self, member: MemberId) -> None:
+        """Asks a member for its messages again, from the first that has not come."""
+        if member not in self._lost:
+            missing = ForkId(self._own_id, self._serials_in[member].next)
+            self._send(member, Verb.RESEND, NO_FORK, missing)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""

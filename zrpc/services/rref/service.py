@@ -334,6 +334,12 @@ class RRefService(Service, MessageHooks, HasOrders):
         self.orders.on_member_lost()
 
     @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        with self.lock:
+            self.references.on_messages_lost(member)
+        self.settle_references()
+
+    @override
     def stats(self) -> Mapping[str, int]:
         with self.lock:
             owned, held = self.references.sizes()
