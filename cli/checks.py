@@ -33,8 +33,6 @@ from zrpc.transport.network import Network
 
 from .finding import Finding
 
-__all__ = ["check_worker"]
-
 _SEGMENT_BYTES = 1 << 20
 _IFACE_STEP = "set ZRPC_IFACE to the interface or the address that leads to the other hosts"
 _MASTER_STEP = "run it as your script is run, such as srun zrpc doctor, or set MASTER_ADDR"

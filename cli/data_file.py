@@ -10,8 +10,6 @@ from typing import Any
 
 import click
 
-__all__ = ["FILE", "INTERRUPTED", "write_data"]
-
 INTERRUPTED = 130  # the exit code of shells after Ctrl-C
 
 

@@ -7,8 +7,6 @@ from typing import Literal
 
 from zrpc.errors import RpcError
 
-__all__ = ["Finding", "Verdict"]
-
 Verdict = Literal["ok", "warning", "failure"]
 
 

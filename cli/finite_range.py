@@ -7,8 +7,6 @@ from typing import Any
 
 import click
 
-__all__ = ["NOT_NEGATIVE", "POSITIVE", "FiniteRange"]
-
 
 class FiniteRange(click.FloatRange):
     """A range of floats without nan and infinity: nothing can wait that long."""

@@ -13,8 +13,6 @@ from rich.text import Text
 
 from zrpc.services.inspection.rates import WorkerRates
 
-__all__ = ["SORT_KEYS", "mesh_table", "sorted_workers", "worker_screen"]
-
 _UNKNOWN = "-"
 _KIBI = 1024.0
 _STATE_STYLES = {

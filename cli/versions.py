@@ -10,8 +10,6 @@ from importlib import metadata
 
 from .finding import Finding
 
-__all__ = ["check_versions"]
-
 _DISTRIBUTION = "torch-zrpc"
 _LEAST = re.compile(r"([\w-]+)>=([\d.]+)$")  # the extras' requirements have conditions
 _MODULES = {"pyzmq": "zmq"}  # if it isn't the distribution's name

@@ -28,6 +28,7 @@ in the same order. The task is to add two digits; an answer is worth 1 if it is 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 
@@ -87,6 +88,8 @@ class Trainer:
 
     def close(self) -> None:
         """Leaves the process group, when the actor is stopped."""
+        del self.model  # first: torch 2.13 may hang if DDP is the last to hold the group
+        gc.collect()  # DDP refers to itself
         dist.destroy_process_group()
 
 

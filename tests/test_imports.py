@@ -88,7 +88,7 @@ _SURFACE = {
     "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec
         current_device execution
         function_names future future_error future_group last_calls main_copies message_hooks
-        open_telemetry outbox pending_call pending_calls recorder unmapped""",
+        open_telemetry outbox pending_call pending_calls recorder result_sink unmapped""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
         batching.service collectives debugger.prompt debugger.service devices.service

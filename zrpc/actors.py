@@ -14,16 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, overload
 
 from zrpc.errors import OptionError
 
-__all__ = [
-    "ActorClass",
-    "ActorLabel",
-    "ActorOptions",
-    "actor",
-    "as_actor_class",
-    "concurrent",
-    "options_of",
-]
-
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -39,18 +39,6 @@ from zrpc.torch_collectives import _barrier as _barrier
 from zrpc.torch_collectives import _wait_all_workers as _wait_all_workers
 from zrpc.wire.kind import Kind
 
-__all__ = [
-    "get_rpc_timeout",
-    "get_worker_info",
-    "init_rpc",
-    "is_available",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "shutdown",
-]
-
-
 T = TypeVar("T")
 To = str | int | WorkerInfo
 Group = WorkerGroup

@@ -10,8 +10,6 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from zrpc.errors import RpcError
 
-__all__ = ["Call", "Columns", "form_of", "rows"]
-
 # The arguments and the keyword arguments of one call.
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -62,8 +62,6 @@ from zrpc.services.weights.service import WeightsService
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.network import Network
 
-__all__ = ["join_by_init_method", "join_mesh"]
-
 # What an agent has, in the order in which it is plugged in.
 _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     AgreementService,

@@ -38,8 +38,6 @@ from zrpc.error_parts import ErrorReducers
 from zrpc.function_homes import Origin, find_home, is_copy, note_copy, origin_of
 from zrpc.runtime.interrupts import suppressing
 
-__all__ = ["ByValuePickler", "find_in_main"]
-
 # What cloudpickle puts in the place of the name.
 _NO_NAME = "<dynamic-code>"
 _CACHED: type = type(functools.lru_cache(len))

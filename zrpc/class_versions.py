@@ -22,8 +22,6 @@ from typing import Any
 
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["ClassVersions"]
-
 # cloudpickle's name for the classes that were registered with an abstract base class.
 _REGISTERED = "_abc_impl"
 # Attributes of classes that have functions in them, and where.

@@ -17,8 +17,6 @@ from typing import Any
 
 from zrpc.runtime.interrupts import suppressing
 
-__all__ = ["ErrorReducers", "copy_of_error", "pickle_can_make", "reduce_error"]
-
 _attributes_of = BaseException.__dict__["__dict__"].__get__
 
 # Only `__new__` sets what a group consists of. An AttributeError refers to an object of the program

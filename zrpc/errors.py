@@ -28,7 +28,9 @@ the remote traceback is its ``__cause__``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -122,6 +124,15 @@ class RpcCancelledError(RpcError, CancelledError):
 
 class ProtocolError(RpcError):
     """A peer sent bytes that aren't a message, or a message that is not allowed."""
+
+
+@contextlib.contextmanager
+def expecting(what: str) -> Iterator[None]:
+    """Raises a ProtocolError that names ``what`` if a block, or a function, can't read a body."""
+    try:
+        yield
+    except (struct.error, ValueError, TypeError, LookupError, AttributeError, RecursionError) as e:
+        raise ProtocolError(f"expected {what}: {e}") from e
 
 
 class RemoteError(RpcError):

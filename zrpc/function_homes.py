@@ -19,9 +19,6 @@ import weakref
 from types import FunctionType
 from typing import Any
 
-__all__ = ["Origin", "find_home", "is_copy", "note_copy", "origin_of"]
-
-
 # Stands for the process that has defined a function, the function's number there, the module whose
 # globals it has (empty if it has others), and whether what is sent is a copy.
 Origin = tuple[str, int, str, bool]

@@ -24,22 +24,6 @@ from zrpc.services.names.claims import find_named
 from zrpc.services.rref.rref import RRef
 from zrpc.services.tracing.service import DEFAULT_RECORDS, trace_mesh
 
-__all__ = [
-    "all_gather",
-    "barrier",
-    "get_actor",
-    "get_worker_infos",
-    "is_initialized",
-    "on_worker_joined",
-    "on_worker_lost",
-    "session",
-    "set_rpc_timeout",
-    "span",
-    "stats",
-    "trace",
-    "world_size",
-]
-
 T = TypeVar("T")
 
 

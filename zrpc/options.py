@@ -19,14 +19,6 @@ from zrpc.constants import (
 )
 from zrpc.errors import OptionError
 
-__all__ = [
-    "DEFAULT_HEARTBEAT_TIMEOUT_SEC",
-    "ProcessGroupRpcBackendOptions",
-    "RpcBackendOptions",
-    "TensorPipeRpcBackendOptions",
-    "ZmqRpcBackendOptions",
-]
-
 DEFAULT_MAX_BYTES_IN_FLIGHT = 1 << 26
 DEFAULT_HEARTBEAT_TIMEOUT_SEC = 10.0
 DEFAULT_WARN_AFTER_SEC = 30.0
@@ -223,7 +215,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
 
     @property
     def num_worker_threads(self) -> int:
-        """The number of handlers that may run at once on this worker."""
+        """The number of handlers that may run at once; also as ``num_send_recv_threads``."""
         return self._num_worker_threads
 
     @num_worker_threads.setter
@@ -238,14 +230,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             raise OptionError(f"num_worker_threads must be positive, got {number}")
         self._num_worker_threads = number
 
-    @property
-    def num_send_recv_threads(self) -> int:
-        """Another name of `num_worker_threads`."""
-        return self.num_worker_threads
-
-    @num_send_recv_threads.setter
-    def num_send_recv_threads(self, count: int) -> None:
-        self.num_worker_threads = count
+    num_send_recv_threads = num_worker_threads
 
     @property
     def init_timeout(self) -> float:

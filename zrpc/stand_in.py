@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["begin", "is_active"]
-
 _active = False
 
 

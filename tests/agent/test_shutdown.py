@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.records import peer_record
 from zrpc.agent import shutdown
-from zrpc.agent.shutdown import Phase, ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Phase, SoloShutdown
 from zrpc.membership.view import Membership
 
 
@@ -29,7 +29,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def solo(work: Any) -> SoloShutdown:
     posted: Any = None  # nothing is
-    return SoloShutdown(Membership([peer_record(0)], 0), posted, ShutdownTiming(), work)
+    return SoloShutdown(Membership([peer_record(0)], 0), posted, work)
 
 
 def test_it_waits_for_silence(clock: Any) -> None:

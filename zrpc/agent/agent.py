@@ -36,7 +36,7 @@ from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.peers import Peers
 from zrpc.agent.receiver import Receiver
 from zrpc.agent.service import Service
-from zrpc.agent.shutdown import Shutdown, ShutdownTiming, SoloShutdown
+from zrpc.agent.shutdown import Shutdown, SoloShutdown
 from zrpc.agent.termination import TerminationMessage
 from zrpc.calls.callee import Callee
 from zrpc.calls.callees import Callees
@@ -61,8 +61,6 @@ from zrpc.transport.network import Network
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["Agent"]
 
 logger = logging.getLogger(__name__)
 
@@ -118,10 +116,10 @@ class Agent:
         self.switch_interval = SwitchInterval(options.switch_interval)
         self.joined = Hooks(self.completions.submit)
         self.lost = Hooks(self.completions.submit)
-        shutdown = Shutdown(membership, self._post_termination, ShutdownTiming())
+        shutdown = Shutdown(membership, self._post_termination)
         if elastic:
             work = partial(work_in_progress, self)
-            shutdown = SoloShutdown(membership, self._post_termination, ShutdownTiming(), work)
+            shutdown = SoloShutdown(membership, self._post_termination, work)
         self.graceful_shutdown = shutdown
         self.receiver = Receiver(
             self.worker_info, self.context, network, self.pool, self.completions, shutdown
@@ -135,8 +133,8 @@ class Agent:
             self.outbox,
             options,
             self.receiver,
-            submit=self.completions.submit,
-            callees=self.callees,
+            self.completions.submit,
+            self.callees,
         )
         self.callee = Callee(
             membership,
@@ -169,10 +167,10 @@ class Agent:
             self.membership,
             self.liveness,
             shutdown,
-            joined=self.joined,
-            lost=self.lost,
-            on_member_lost=self._on_member_lost,
-            explain=self._explain,
+            self.joined,
+            self.lost,
+            self._on_member_lost,
+            self._explain,
         )
         self.peers.use(self.dispatcher)
         self.dispatcher.register(Kind.CALL, self.callee.on_call)

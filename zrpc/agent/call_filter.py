@@ -9,8 +9,6 @@ from zrpc.agent.current import latest_agent
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.function_names import name_of_function
 
-__all__ = ["CallFilter", "tag_own_loggers"]
-
 
 class CallFilter(logging.Filter):
     """Adds the worker and the call to each log record; rejects none.

@@ -23,8 +23,6 @@ from zrpc.runtime.thread_pool import in_pool
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
 
-__all__ = ["Closing"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -13,8 +13,6 @@ from zrpc.errors import NotInitializedError, not_initialized
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
 
-__all__ = ["as_current", "current_agent", "default_agent", "find_agent", "set_default_agent"]
-
 # Set in every thread that runs handlers, so that one process can have several agents.
 _current: contextvars.ContextVar[Agent] = contextvars.ContextVar("zrpc_agent")
 _default: Agent | None = None

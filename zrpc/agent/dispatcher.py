@@ -19,8 +19,6 @@ from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse, parse_head
 
-__all__ = ["Dispatcher", "Undelivered"]
-
 logger = logging.getLogger(__name__)
 
 # Why a message is lost, and its sender.

@@ -12,7 +12,7 @@ from typing import Any
 
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, expecting
 from zrpc.membership.agreement import LossNote, pack_notes
 from zrpc.membership.failure_detector import Loss, Reason
 from zrpc.membership.hooks import Hooks
@@ -25,8 +25,6 @@ from zrpc.transport.network import Network
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse
-
-__all__ = ["LeaveMessage", "Peers"]
 
 logger = logging.getLogger(__name__)
 
@@ -64,19 +62,18 @@ class LeaveMessage:
         return Message(Kind.LEAVE, body=body)
 
     @classmethod
+    @expecting("the body of a LEAVE")
     def parse(cls, body: bytes | bytearray | memoryview) -> LeaveMessage:
         """Reads the body of a LEAVE.
 
         Raises:
             ProtocolError: it is none.
         """
-        try:
-            declared_dead, sent = _LEAVE.unpack_from(body)
-            return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
-        except (struct.error, UnicodeDecodeError) as error:
-            raise ProtocolError(f"expected the body of a LEAVE: {error}") from error
+        declared_dead, sent = _LEAVE.unpack_from(body)
+        return cls(declared_dead, sent, bytes(body[_LEAVE.size :]).decode())
 
 
+@dataclass(eq=False)
 class Peers:
     """Admits and drops members. In the I/O thread, or before the agent serves, except `why_lost`.
 
@@ -88,35 +85,25 @@ class Peers:
         explain: for error messages, what is known about why a member does not answer.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        membership: Membership,
-        liveness: LivenessMonitor,
-        shutdown: Shutdown,
-        *,
-        joined: Hooks,
-        lost: Hooks,
-        on_member_lost: Callable[[MemberId], None],
-        explain: Callable[[MemberId], str],
-    ) -> None:
-        self._network = network
-        self._membership = membership
-        self._liveness = liveness
-        self._shutdown = shutdown
-        self._joined = joined
-        self._lost = lost
-        self._on_member_lost = on_member_lost
-        self._explain = explain
+    _network: Network
+    _membership: Membership
+    _liveness: LivenessMonitor
+    _shutdown: Shutdown
+    _joined: Hooks
+    _lost: Hooks
+    _on_member_lost: Callable[[MemberId], None]
+    _explain: Callable[[MemberId], str]
+
+    def __post_init__(self) -> None:
         # When lost members were told so last; their mailboxes are open since.
         self._told_dead: dict[MemberId, float] = {}
         # What was said of the members that are put out; with this worker, if it is out itself.
         self._put_out: dict[MemberId, LossNote] = {}
         # The routing ids of the members' heartbeats, as the last greeting of each shows.
         self._heartbeats: dict[MemberId, bytes] = {}
-        for info in membership.infos.values():
-            if info != membership.info:
-                joined.notify(info)
+        for info in self._membership.infos.values():
+            if info != self._membership.info:
+                self._joined.notify(info)
 
     def use(self, dispatcher: Dispatcher) -> None:
         """Handles the messages of members that leave. Only before the agent serves."""

@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
 
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
@@ -28,8 +29,6 @@ from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
 
-__all__ = ["Receiver"]
-
 logger = logging.getLogger(__name__)
 
 # How often the I/O thread looks after deadlines, peers and threads while nothing arrives.
@@ -38,6 +37,7 @@ _TICK_SECONDS = 0.1
 _MESSAGES_PER_TURN = 64
 
 
+@dataclass(eq=False)
 class Receiver:
     """Receives one worker's messages, in one thread at a time. Any thread may call its methods.
 
@@ -49,21 +49,16 @@ class Receiver:
         shutdown: this worker's; once it is in progress, it is looked after at each turn.
     """
 
-    def __init__(
-        self,
-        worker: WorkerInfo,
-        context: contextvars.Context,
-        network: Network,
-        pool: HandlerPool,
-        completions: HandlerPool,
-        shutdown: Shutdown,
-    ) -> None:
-        self._worker = worker
-        self._network = network
-        self._pool = pool
-        self._completions = completions
-        self._shutdown = shutdown
-        self._threads = LeaderFollower(context, f"zrpc-{worker.name}-io", self._lead, network.wake)
+    _worker: WorkerInfo
+    _context: contextvars.Context
+    _network: Network
+    _pool: HandlerPool
+    _completions: HandlerPool
+    _shutdown: Shutdown
+
+    def __post_init__(self) -> None:
+        name, wake = f"zrpc-{self._worker.name}-io", self._network.wake
+        self._threads = LeaderFollower(self._context, name, self._lead, wake)
         self._next_tick = 0.0
         # Whether a handler must run after the present turn, in its thread.
         self._handler_taken = False

@@ -21,8 +21,6 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
 
-__all__ = ["ActorStats", "ExtensionReader", "Handler", "Service"]
-
 Handler = Callable[[Message], None]
 ExtensionReader = Callable[[Message, bytes], Any]
 

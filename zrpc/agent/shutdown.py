@@ -21,14 +21,6 @@ from zrpc.membership.view import Membership
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = [
-    "Phase",
-    "Quiescence",
-    "Shutdown",
-    "ShutdownTiming",
-    "SoloShutdown",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ShutdownTiming:
@@ -76,6 +68,7 @@ class Phase(IntEnum):
     SETTLED = 3  # this worker has nothing left to do, or to say
 
 
+@dataclass(eq=False)
 class Shutdown:
     """One worker's wait until it may leave: here, when the whole mesh has nothing left to do.
 
@@ -91,17 +84,15 @@ class Shutdown:
         done: whether the whole mesh has nothing left to do.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        post: Callable[[MemberId, TerminationMessage], None],
-        timing: ShutdownTiming,
-    ) -> None:
-        self.timing = timing
+    timing = ShutdownTiming()
+
+    _membership: Membership
+    _post: Callable[[MemberId, TerminationMessage], None]
+
+    def __post_init__(self) -> None:
         self.phase = Phase.RUNNING
         self.done = False
-        self._post = post
-        self._termination = Termination(membership.own_id, membership.living)
+        self._termination = Termination(self._membership.own_id, self._membership.living)
         self._next_reminder = self._monitor_at = 0.0
         # Open once this worker may leave. Not an event: its lock might be held by a thread that a
         # signal handler interrupts, and the I/O thread would wait for that.
@@ -205,6 +196,7 @@ class Shutdown:
             self.leave_anyway()
 
 
+@dataclass(eq=False)
 class SoloShutdown(Shutdown):
     """A `Shutdown` of one worker, whose mesh goes on without it.
 
@@ -216,15 +208,10 @@ class SoloShutdown(Shutdown):
         work: returns what this worker is doing: its calls and its handlers.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        post: Callable[[MemberId, TerminationMessage], None],
-        timing: ShutdownTiming,
-        work: Callable[[], set[Hashable]],
-    ) -> None:
-        super().__init__(membership, post, timing)
-        self._work = work
+    _work: Callable[[], set[Hashable]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._first: set[Hashable] = set()
         self._new_work_until = float("inf")
         self._quiescence = Quiescence()

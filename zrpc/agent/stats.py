@@ -19,17 +19,6 @@ from zrpc.calls.call_counters import BUCKET_SECONDS, quantile
 from zrpc.calls.function_names import kind_name, readable
 from zrpc.wire.member_id import MemberId
 
-__all__ = [
-    "CallStats",
-    "GroupStats",
-    "HandlerStats",
-    "PeerStats",
-    "Stats",
-    "ThreadStats",
-    "TrafficStats",
-    "take_stats",
-]
-
 
 @dataclass(frozen=True)
 class CallStats:

@@ -26,10 +26,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import expecting
 from zrpc.wire.member_id import MemberId
-
-__all__ = ["Step", "Termination", "TerminationMessage"]
 
 # After this many rounds with the same counts that don't add up, the missing messages count as lost:
 # those sent to a worker that was lost meanwhile never arrive.
@@ -68,17 +66,15 @@ class TerminationMessage:
         return _LAYOUT.pack(self.step, self.round, self.sent, self.received)
 
     @classmethod
+    @expecting("a termination message")
     def parse(cls, data: Buffer) -> TerminationMessage:
         """Returns the message in some bytes.
 
         Raises:
             ProtocolError: they are not a termination message.
         """
-        try:
-            step, number, sent, received = _LAYOUT.unpack(data)
-            return cls(Step(step), number, sent, received)
-        except (struct.error, ValueError) as error:
-            raise ProtocolError(f"expected a termination message: {error}") from error
+        step, number, sent, received = _LAYOUT.unpack(data)
+        return cls(Step(step), number, sent, received)
 
 
 Outgoing = list[tuple[MemberId, TerminationMessage]]

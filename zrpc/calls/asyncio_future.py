@@ -13,8 +13,6 @@ from typing import Any, Generic, TypeVar
 
 from zrpc.runtime.event_loop import running_loop
 
-__all__ = ["AsyncioFuture"]
-
 T = TypeVar("T")
 
 

@@ -11,16 +11,6 @@ from collections.abc import Callable, Sequence
 from math import frexp
 from typing import TypeVar
 
-__all__ = [
-    "BUCKET_SECONDS",
-    "MAX_NAMES",
-    "OTHERS",
-    "CallCount",
-    "HandlerCount",
-    "Table",
-    "quantile",
-]
-
 # The upper bounds of a histogram's buckets, in seconds: from 1 us to 2 minutes. A last bucket takes
 # what is longer.
 BUCKET_SECONDS = tuple(2.0**exponent for exponent in range(-20, 8))

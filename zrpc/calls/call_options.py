@@ -10,8 +10,6 @@ from zrpc.errors import WorkerDied
 from zrpc.wire.devices import DeviceMap
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["CallOptions", "Order"]
-
 
 class Order(Protocol):
     """Puts calls into the table in an order of its own; see `zrpc.services.actors.order`."""

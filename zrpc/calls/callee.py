@@ -6,20 +6,24 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import Any
 
+from torch.autograd import profiler
+
 from zrpc import stand_in
 from zrpc.calls.call_counters import HandlerCount, Table
 from zrpc.calls.codec import NONE, Codec
-from zrpc.calls.execution import Execution, ExecutionWithin, ResultSink
+from zrpc.calls.execution import Execution, ExecutionWithin
 from zrpc.calls.function_names import handler_name, name_of_function
 from zrpc.calls.message_hooks import MessageHooks, overriding
-from zrpc.calls.observation import handler_profile, profiler
+from zrpc.calls.observation import handler_profile
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.recorder import Recorder
+from zrpc.calls.result_sink import Called, ResultSink
 from zrpc.errors import RpcCancelledError, was_not_executed
 from zrpc.functions import Deferral
 from zrpc.membership.view import Membership
@@ -31,8 +35,6 @@ from zrpc.wire.exceptions import dump_exception, traceback_of
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["UNCALLED", "Callee", "TakeOver"]
-
 # The extensions of an answer to a request whose function was not called.
 UNCALLED: Extensions = [(Tag.UNCALLED, b"")]
 
@@ -41,9 +43,10 @@ logger = logging.getLogger(__name__)
 RequestScope = Callable[[Message], AbstractContextManager[Any]]
 WhenReady = Callable[[Message, Callable[[], None]], None]
 # Takes over a call: the request, what takes its outcome, the mark, and function, args and kwargs.
-TakeOver = Callable[[Message, ResultSink, Any, tuple[Any, Any, Any]], None]
+TakeOver = Callable[[Message, ResultSink, Any, Called], None]
 
 
+@dataclass(eq=False)
 class Callee:
     """Answers the requests to one worker. Any thread may call its methods.
 
@@ -62,24 +65,16 @@ class Callee:
         deferrals: what takes over the calls of marked functions, by the type of the mark.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        codec: Codec,
-        outbox: Outbox,
-        pool: HandlerPool,
-        loop: EventLoop,
-        run: Callable[[Callable[[], None]], None],
-        on_failure: Callable[[BaseException], None] = lambda _: None,
-    ) -> None:
-        self._membership = membership
-        self._codec = codec
-        self._outbox = outbox
-        self._pool = pool
-        self._loop = loop
-        self._run = run
-        self._on_failure = on_failure
-        self.requests = PendingRequests(membership.infos)
+    _membership: Membership
+    _codec: Codec
+    _outbox: Outbox
+    _pool: HandlerPool
+    _loop: EventLoop
+    _run: Callable[[Callable[[], None]], None]
+    _on_failure: Callable[[BaseException], None]
+
+    def __post_init__(self) -> None:
+        self.requests = PendingRequests(self._membership.infos)
         self.counts = Table(HandlerCount)
         self.recorder: Recorder | None = None
         self._scopes: dict[int, RequestScope] = {}
@@ -102,7 +97,7 @@ class Callee:
         self,
         request: Message,
         sink: ResultSink | None = None,
-        resolve: Callable[[], tuple[Any, Any, Any]] | None = None,
+        resolve: Callable[[], Called] | None = None,
     ) -> None:
         """Runs the function that a request asks for, in the pool. In the I/O thread.
 
@@ -129,7 +124,7 @@ class Callee:
         self.requests.cancel(message.sender, message.call_id)
 
     def _execution_within(
-        self, request: Message, sink: ResultSink, resolve: Callable[[], tuple[Any, Any, Any]]
+        self, request: Message, sink: ResultSink, resolve: Callable[[], Called]
     ) -> Execution:
         """Returns the execution of a function, within the scopes of the request's extensions."""
         scopes = [self._scopes[tag] for tag in request.attachments or () if tag in self._scopes]
@@ -146,15 +141,9 @@ class Callee:
         """Notes that a request's function has returned a future."""
         self.requests.defer(request)
 
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
+    def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
         """Gives a call of a marked function to the service that gives its outcome later."""
-        self.deferrals[type(deferral)](request, sink or self, deferral, call)
+        self.deferrals[type(mark)](request, first, mark, call)
 
     def answer(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_call import PendingCall
@@ -12,9 +13,8 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Callees"]
 
-
+@dataclass(eq=False)
 class Callees:
     """The peers of a worker's calls. Any thread may call its methods.
 
@@ -28,18 +28,13 @@ class Callees:
         explain: the same.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        outbox: Outbox,
-        why_gone: Callable[[MemberId], str],
-        explain: Callable[[MemberId, int], str],
-    ) -> None:
-        self._membership = membership
-        self._outbox = outbox
-        self._why_gone = why_gone
-        self.lost = membership.lost
-        self.explain = explain
+    _membership: Membership
+    _outbox: Outbox
+    _why_gone: Callable[[MemberId], str]
+    explain: Callable[[MemberId, int], str]
+
+    def __post_init__(self) -> None:
+        self.lost = self._membership.lost
 
     def describe(self, peer: MemberId) -> str:
         """Returns a peer's name and rank, for error messages."""

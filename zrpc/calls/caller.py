@@ -12,23 +12,25 @@ import asyncio
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import zmq
+from torch.autograd import profiler
 from typing_extensions import Unpack
 
 from zrpc.calls.call_options import CallOptions, Order
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.codec import NONE, Codec, error_in
-from zrpc.calls.finalizer_calls import NextTurn, call_soon
+from zrpc.calls.finalizer_calls import call_soon
 from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
 from zrpc.calls.last_calls import LastCalls
-from zrpc.calls.observation import CallObservation, profiler
+from zrpc.calls.observation import CallObservation
 from zrpc.calls.open_telemetry import API
 from zrpc.calls.outbox import Outbox, exhausted
 from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, PendingCall, State
@@ -49,15 +51,13 @@ from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import METERED, Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["Caller", "Receiver"]
-
 T = TypeVar("T")
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _QUEUED, _SENDING, _REMOTE, _ERROR = State.QUEUED, State.SENDING, Kind.REMOTE, Kind.ERROR
 
 
-class Receiver(NextTurn, Protocol):
+class Receiver(Protocol):
     """What receives the answers; see `zrpc.agent.receiver`."""
 
     def receive(self, gate: threading.Lock, timeout: float) -> None:
@@ -66,17 +66,18 @@ class Receiver(NextTurn, Protocol):
     def complete(self, job: Callable[[], None]) -> None:
         """Completes a future that no thread waits for, by a job."""
 
+    def in_next_turn(self, errand: Callable[[], object]) -> None:
+        """Runs a job in the I/O thread soon. Takes no locks."""
 
+
+@dataclass(eq=False)
 class Caller:
     """Makes the calls of one worker. Any thread may call its methods.
 
     Args:
         codec: packs requests, and unpacks answers.
-        outbox: sends requests.
         options: for the timeout, and the limit of bytes in flight.
-        receiver: receives answers.
-        submit: has a call sent by another thread.
-        callees: the members that it calls.
+        submit_job: has a call sent by another thread.
 
     Attributes:
         calls: those that wait for answers.
@@ -86,27 +87,20 @@ class Caller:
         last_calls: decides which may begin, once all workers have called ``shutdown``.
     """
 
-    def __init__(
-        self,
-        membership: Membership,
-        codec: Codec,
-        outbox: Outbox,
-        options: ZmqRpcBackendOptions,
-        receiver: Receiver,
-        *,
-        submit: Callable[[Callable[[], None]], None],
-        callees: Callees,
-    ) -> None:
-        self._membership = membership
-        self._own_id = membership.own_id
-        self._codec = codec
-        self._outbox = outbox
-        self._receiver = receiver
-        self.complete, self.in_next_turn = receiver.complete, receiver.in_next_turn
-        self._submit_job = submit
-        limit = options.max_bytes_in_flight
-        self.calls = PendingCalls(callees, limit, receiver.in_next_turn)
-        self.rpc_timeout = options.rpc_timeout
+    _membership: Membership
+    _codec: Codec
+    _outbox: Outbox
+    _options: ZmqRpcBackendOptions
+    _receiver: Receiver
+    _submit_job: Callable[[Callable[[], None]], None]
+    _callees: Callees
+
+    def __post_init__(self) -> None:
+        self._own_id = self._membership.own_id
+        self.complete, self.in_next_turn = self._receiver.complete, self._receiver.in_next_turn
+        limit = self._options.max_bytes_in_flight
+        self.calls = PendingCalls(self._callees, limit, self.in_next_turn)
+        self.rpc_timeout = self._options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
 
@@ -155,7 +149,7 @@ class Caller:
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
             go = partial(self.call_async, to, kind, obj, timeout, **options)
-            return call_soon(go, self._receiver, self._submit_job)
+            return call_soon(go, self.in_next_turn, self._submit_job)
         call, message = self._pack(to, kind, obj, timeout, **options)
         return self._begin(call, message, partial(Future.of_call, call, self))
 

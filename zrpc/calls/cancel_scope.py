@@ -25,8 +25,6 @@ from zrpc.runtime.thread_pool import pass_gate
 if TYPE_CHECKING:
     from zrpc.membership.worker_info import WorkerInfo
 
-__all__ = ["CancelScope", "activate", "current_scope", "deactivate"]
-
 # The shortest timeout of a nested call: 0 would mean no limit.
 _MIN_TIMEOUT_SECONDS = 0.001
 

@@ -22,8 +22,6 @@ from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["NONE", "Codec", "error_in"]
-
 # The body of an answer without a value, the most common one.
 NONE = pickle.dumps(None, pickle.HIGHEST_PROTOCOL)
 

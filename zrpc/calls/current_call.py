@@ -9,8 +9,6 @@ from zrpc.calls.cancel_scope import CancelScope, activate, current_scope, deacti
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
 
-__all__ = ["Call", "current_call"]
-
 
 class Call:
     """The call that a handler serves; `current_call` returns it.

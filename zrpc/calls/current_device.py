@@ -18,9 +18,6 @@ import torch
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
 
-__all__ = ["current_device", "device_of", "keep_device"]
-
-
 T = TypeVar("T")
 
 

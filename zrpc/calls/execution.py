@@ -8,15 +8,17 @@ import threading
 import weakref
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import CoroutineType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.calls.current_device import keep_device
+from zrpc.calls.result_sink import Called, ResultSink
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import DEFERRAL, Deferral, is_async_execution
 from zrpc.runtime import forks
@@ -24,34 +26,8 @@ from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.wire.message import Message
 
-__all__ = ["Execution", "ExecutionWithin", "RequestJob"]
 
-
-class ResultSink(Protocol):
-    """Takes the outcomes of executions. Any thread may call its methods."""
-
-    def defer(self, request: Message) -> None:
-        """Learns that the function returned a future: the result comes later, no thread runs."""
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
-        """Gives a call of a marked function to a service, which gives the outcome later."""
-
-    def answer(self, request: Message, value: Any) -> Any:
-        """Takes the result: of the function, or of its future or coroutine."""
-
-    def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
-        """Takes the error that the execution failed with, and logs it if ``report``."""
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that never begins."""
-
-
+@dataclass(slots=True, eq=False)
 class Execution:
     """One call of a function on behalf of a caller; a job for a thread of the pool.
 
@@ -67,21 +43,11 @@ class Execution:
         request: the same.
     """
 
-    __slots__ = ("_loop", "_resolve", "_schedule", "_sink", "request")
-
-    def __init__(
-        self,
-        request: Message,
-        sink: ResultSink,
-        resolve: Callable[[], tuple[Any, Any, Any]],
-        loop: EventLoop,
-        schedule: Callable[[Callable[[], None]], None],
-    ) -> None:
-        self.request = request
-        self._sink = sink
-        self._resolve = resolve
-        self._loop = loop
-        self._schedule = schedule
+    request: Message
+    _sink: ResultSink
+    _resolve: Callable[[], Called]
+    _loop: EventLoop
+    _schedule: Callable[[Callable[[], None]], None]
 
     @property
     def useless(self) -> bool:
@@ -104,7 +70,7 @@ class Execution:
             scope.function = function
             deferral = getattr(function, DEFERRAL, None)
             if isinstance(deferral, Deferral):
-                self._sink.hand_over(request, deferral, (function, args, kwargs))
+                self._sink.hand_over(request, self._sink, deferral, (function, args, kwargs))
                 return
             result = function(*args, **kwargs)
             if generation != forks.generation:
@@ -183,6 +149,7 @@ def _cut_frame(error: BaseException) -> None:
     error.with_traceback(None if trace is None else trace.tb_next)
 
 
+@dataclass(slots=True, eq=False)
 class RequestJob:
     """A job for a thread of the pool that answers a request without running a user's function.
 
@@ -190,11 +157,8 @@ class RequestJob:
         work: answers the request, which is accepted already.
     """
 
-    __slots__ = ("_work", "request")
-
-    def __init__(self, request: Message, work: Callable[[Message], None]) -> None:
-        self.request = request
-        self._work = work
+    request: Message
+    _work: Callable[[Message], None]
 
     def __call__(self) -> None:
         """Answers the request in this thread."""

@@ -9,35 +9,26 @@ import contextlib
 import contextvars
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from zrpc.calls.future import Future
-
-__all__ = ["NextTurn", "call_soon"]
-
-
-class NextTurn(Protocol):
-    """What has turns; see `zrpc.agent.receiver`."""
-
-    def in_next_turn(self, errand: Callable[[], object]) -> None:
-        """Runs a job in the I/O thread soon. Takes no locks."""
 
 
 def call_soon(
     make: Callable[[], Future[Any]],
-    receiver: NextTurn,
+    in_next_turn: Callable[[Callable[[], object]], None],
     submit: Callable[[Callable[[], None]], None],
 ) -> Future[Any]:
     """Makes a call in another thread; returns a future of its value.
 
     Args:
         make: makes the call. It runs in a copy of the present context.
-        receiver: calls ``submit`` in the I/O thread.
+        in_next_turn: calls ``submit`` in the I/O thread; takes no locks.
         submit: has a job done by a thread that may wait.
     """
     future: Future[Any] = Future()
     job = partial(contextvars.copy_context().run, _begin, make, future)
-    receiver.in_next_turn(partial(submit, job))
+    in_next_turn(partial(submit, job))
     return future
 
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import pickletools
 import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
-from zrpc.runtime.interrupts import raised_by_handler
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
-
-__all__ = [
-    "asked_for",
-    "call_title",
-    "function_of",
-    "handler_name",
-    "kind_name",
-    "method_in",
-    "name_of",
-    "name_of_function",
-    "readable",
-]
 
 # The name stands at the beginning of the pickle.
 _READ_BYTES = 512
@@ -64,8 +53,7 @@ def name_of_function(function: Any) -> str:
     try:
         name = function.__qualname__
     except Exception as error:  # of an object that can be called
-        if raised_by_handler(error):
-            raise
+        raise_if_of_handler(error)
         name = None
     return name if type(name) is str else type(function).__qualname__
 
@@ -105,10 +93,9 @@ def function_of(request: Message) -> str:
     """
     if request.kind not in _WITH_FUNCTION:
         return ""
-    try:
+    with contextlib.suppress(Exception):  # a peer may have sent anything
         return _first_name(bytes(request.body[:_READ_BYTES]))
-    except Exception:  # a peer may have sent anything
-        return ""
+    return ""
 
 
 def method_in(body: Any) -> str:
@@ -119,10 +106,9 @@ def method_in(body: Any) -> str:
     head = bytes(body[:_METHOD_BYTES])
     if head[:3] == b"\x80\x05\x95" and head[11:12] == pickle.SHORT_BINUNICODE:
         return head[13 : 13 + head[12]].decode(errors="replace")
-    try:
+    with contextlib.suppress(Exception):  # a peer may have sent anything
         return _first_name(head)
-    except Exception:  # a peer may have sent anything
-        return ""
+    return ""
 
 
 def readable(name: object) -> str:

@@ -22,15 +22,13 @@ from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import (
     hold_interrupts,
     in_main_thread,
-    raised_by_handler,
+    raise_if_of_handler,
     release_interrupts,
     uninterrupted,
 )
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.graph_capture import constant_of, is_tracing
-
-__all__ = ["Future"]
 
 logger = logging.getLogger(__name__)
 
@@ -409,8 +407,7 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
                     release_interrupts()
                 value = decode()
             except Exception as error:
-                if raised_by_handler(error):
-                    raise
+                raise_if_of_handler(error)
                 self._fail(Failure(decode, without_frames(error)))
             else:
                 self._set(value)

@@ -11,8 +11,6 @@ from zrpc.calls import trampoline
 from zrpc.errors import CallbackError
 from zrpc.runtime.interrupts import run_interruptibly
 
-__all__ = ["Callback", "check_callback"]
-
 logger = logging.getLogger(__name__)
 
 

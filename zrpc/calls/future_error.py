@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
 
-__all__ = ["Failure", "KeptError", "without_frames"]
-
 # Users configure this logger by its public name.
 logger = logging.getLogger("zrpc.futures")
 

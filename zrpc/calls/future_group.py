@@ -24,8 +24,6 @@ from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import run_interruptibly
 from zrpc.runtime.thread_pool import waiting
 
-__all__ = ["Arrivals", "as_completed", "collect_all", "wait_all"]
-
 T = TypeVar("T")
 # Futures of one type: those of torch, or zrpc's, which can do more.
 F = TypeVar("F", bound=torch.futures.Future[Any])

@@ -29,8 +29,6 @@ from zrpc.runtime.thread_pool import HandlerPool, in_pool
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
-__all__ = ["LastCalls", "read_hops"]
-
 # A thread may call while a handler runs that fewer hops have brought about.
 _MAX_HOPS = 8
 # Such threads may make this number of calls with more than one hop. If they don't wait for their

@@ -18,8 +18,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.pickling import dumps
 
-__all__ = ["fetching"]
-
 
 def fetching(membership: Membership, caller: Caller) -> Callable[[MemberId, str], Any]:
     """Returns a function that asks a member for what its main script has under a name."""

@@ -14,8 +14,6 @@ from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["MessageHooks", "overriding"]
-
 
 class MessageHooks:
     """Sees a worker's messages. Override what is needed: here each method does nothing.

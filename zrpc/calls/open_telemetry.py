@@ -29,8 +29,6 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
-__all__ = ["API", "CallSpan", "HandlerSpan", "HandlerSpans", "configured"]
-
 logger = logging.getLogger(__name__)
 
 API = "opentelemetry.trace"

@@ -7,6 +7,7 @@ import errno
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import zmq
@@ -21,19 +22,16 @@ from zrpc.wire.kind import LATE, UNCOUNTED
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["Outbox", "exhausted"]
-
 logger = logging.getLogger(__name__)
 
 
 class Shutdown(Protocol):
     """The end of the mesh; see `zrpc.agent.shutdown`."""
 
-    @property
-    def done(self) -> bool:
-        """Whether the whole mesh has nothing left to do."""
+    done: bool  # whether the whole mesh has nothing left to do
 
 
+@dataclass(eq=False)
 class Outbox:
     """Sends the messages of one worker. Any thread may call its methods.
 
@@ -46,17 +44,12 @@ class Outbox:
         recorder: records the messages that are posted while a trace is on; else None.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        membership: Membership,
-        in_io_thread: Callable[[Callable[[], None]], None],
-        shutdown: Shutdown,
-    ) -> None:
-        self._network = network
-        self._shutdown = shutdown
-        self._membership = membership
-        self._in_io_thread = in_io_thread
+    _network: Network
+    _membership: Membership
+    _in_io_thread: Callable[[Callable[[], None]], None]
+    _shutdown: Shutdown
+
+    def __post_init__(self) -> None:
         # Messages that this worker had no descriptors to send.
         self._unsent: deque[tuple[MemberId, Message]] = deque()
         self._short_of_descriptors = False

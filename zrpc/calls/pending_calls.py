@@ -35,8 +35,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["OVERHEAD_BYTES", "Load", "PendingCalls"]
-
 # What the parts of a call other than its message occupy, in bytes, at the caller and at the callee;
 # measured: 1.8 and 1.5 kB. So it bounds the number of small calls.
 OVERHEAD_BYTES = 2048

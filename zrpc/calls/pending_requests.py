@@ -20,8 +20,6 @@ from zrpc.wire.kind import DROPPABLE, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["PendingRequests"]
-
 # How many cancellations of unknown requests are remembered. Most of these requests were answered
 # already, but a cancellation may also overtake its request, which is larger.
 _MAX_EARLY_CANCELS = 4096

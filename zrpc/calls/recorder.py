@@ -16,25 +16,11 @@ from collections.abc import Callable, Collection, Iterator
 from time import monotonic
 from typing import Any, NamedTuple
 
-from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.function_names import name_of_function
-from zrpc.calls.pending_call import PendingCall
 from zrpc.runtime.event_loop import running_loop
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
-
-__all__ = [
-    "NO_PARENT",
-    "CallMarks",
-    "CallRecord",
-    "HandlerRecord",
-    "MessageRecord",
-    "Record",
-    "Recorder",
-    "Recording",
-    "SpanRecord",
-]
 
 # Messages that are neither a call's nor a matter of zrpc's own, such as those of a shutdown.
 _SHOWN = frozenset(Kind) - REQUESTS - ANSWERS - UNCOUNTED
@@ -106,78 +92,6 @@ class SpanRecord(NamedTuple):
 
 
 Record = CallRecord | HandlerRecord | MessageRecord | SpanRecord
-
-
-class CallMarks:
-    """What is noted of a call in progress, for its `CallRecord`."""
-
-    __slots__ = (
-        "_recorder",
-        "_settled",
-        "left",
-        "packing",
-        "parent",
-        "sending",
-        "shared",
-        "size",
-        "thread",
-        "waits",
-    )
-
-    def __init__(self, recorder: Recorder, waits: bool) -> None:
-        self._recorder = recorder
-        self.packing = monotonic()
-        self.size = 0
-        self.sending = self.left = 0.0
-        self.shared = False
-        self.waits = waits
-        self.thread = threading.get_ident()
-        scope = current_scope()
-        self.parent = NO_PARENT if scope is None else (scope.caller.member_id, scope.call_id)
-        self._settled: tuple[float, bool, int, bool] = (0.0, True, 0, False)
-
-    def on_sent(self, message: Message) -> None:
-        """The message of the call has left."""
-        self.left = monotonic()
-        if message.extensions:
-            self.shared = any(tag == Tag.SHARED for tag, _ in message.extensions)
-
-    def on_settled(self, call: PendingCall, outcome: Any, failed: bool, now: float) -> None:
-        """The call has an outcome. If a thread waits for that, it calls `end` itself."""
-        size, shared = 0, False
-        if type(outcome) is Message:
-            size, shared = outcome.nbytes, Tag.SHARED in (outcome.attachments or ())
-        self._settled = (now, failed, size, shared)
-        if not self.waits:
-            self.end(call, now)
-
-    def end(self, call: PendingCall, done: float) -> None:
-        """Records the call."""
-        settled, failed, size, shared = self._settled
-        settled = settled or done  # it was never entered into the table
-        self._recorder.add(
-            CallRecord,
-            (
-                call.what,
-                call.kind,
-                call.peer,
-                call.call_id,
-                self.parent,
-                self.thread,
-                self.waits,
-                self.packing,
-                call.begun,
-                self.sending,
-                self.left or settled,  # the answer may come before the sender goes on
-                settled,
-                done,
-                failed,
-                self.size,
-                self.shared,
-                size,
-                shared,
-            ),
-        )
 
 
 class Recording:

@@ -17,8 +17,6 @@ from zrpc.calls.future_callback import Callback
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 
-__all__ = ["TorchFuture"]
-
 T = TypeVar("T")
 
 # Held while the list of a future's callbacks is made. No other lock is taken meanwhile.

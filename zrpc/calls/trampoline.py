@@ -23,16 +23,6 @@ from zrpc.runtime.interrupts import (
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.wire.graph_capture import is_tracing, uncaptured
 
-__all__ = [
-    "fail",
-    "interrupts",
-    "note_interrupt",
-    "raise_interrupt",
-    "run",
-    "run_postponed",
-    "with_room",
-]
-
 logger = logging.getLogger(__name__)
 
 # How deep callbacks nest, except those of futures that are done already. Programs that block in one

@@ -10,8 +10,6 @@ from zrpc.wire.devices import UnmappedDevice
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 
-__all__ = ["name_argument"]
-
 
 def name_argument(error: BaseException, call: Any, encoder: Callable[[], Encoder]) -> None:
     """Raises the error of a call that can't be packed again, with the name of the argument.

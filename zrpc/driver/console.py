@@ -11,8 +11,6 @@ from typing_extensions import override
 
 from zrpc.launch.console import Console
 
-__all__ = ["StreamConsole"]
-
 
 class StreamConsole(Console):
     """Writes to what is ``sys.stdout`` or ``sys.stderr`` at that time.

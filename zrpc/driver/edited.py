@@ -9,8 +9,6 @@ import sysconfig
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["EditedModules", "tell_of_edits"]
-
 
 class EditedModules:
     """Finds the program's own modules whose files have changed since they were first looked at."""

@@ -24,8 +24,6 @@ from zrpc.membership.store import connect_store
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.forks import free_in_child
 
-__all__ = ["DriverMesh", "connect", "start_mesh"]
-
 # Held by start_mesh: one mesh at a time.
 _start_lock = free_in_child(threading.Lock())
 # Keeps the mesh that this process has started: without a variable it would otherwise end at once.

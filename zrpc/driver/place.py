@@ -15,8 +15,6 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.store import connect_store
 from zrpc.options import ZmqRpcBackendOptions
 
-__all__ = ["DRIVER", "MeetingPlace"]
-
 DRIVER = "driver"
 
 

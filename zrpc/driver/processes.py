@@ -31,8 +31,6 @@ from zrpc.membership.secret import new_secret
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.wire.pickling import dumps
 
-__all__ = ["WorkerProcesses"]
-
 # For workers that have left the mesh to exit, and for what they have printed to be shown.
 _EXIT_SECONDS = 5.0
 _HURRIED_EXIT_SECONDS = 1.0

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from types import FrameType
 
-__all__ = ["Suspension"]
-
 
 class Suspension:
     """Stops and continues workers with this process, unless the program handles Ctrl-Z itself.

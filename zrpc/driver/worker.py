@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pickle
 
-__all__ = ["main"]
-
 
 def main(place: bytes, name: str, rank: int, restarts: int) -> None:
     """Joins the mesh of a driver, and serves until all others want to leave.

@@ -86,11 +86,7 @@ def _write_some(fd: int, data: bytes) -> int:
 
 
 def _wants_colour(fd: int) -> bool:
-    try:
-        terminal = os.isatty(fd)
-    except OSError:
-        return False
-    return terminal and not refuses_colours()
+    return os.isatty(fd) and not refuses_colours()
 
 
 def refuses_colours() -> bool:

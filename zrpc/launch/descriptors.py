@@ -9,15 +9,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = [
-    "is_open",
-    "move_descriptors",
-    "open_standard_descriptors",
-    "output_of_child",
-    "readable",
-    "writable",
-]
-
 
 def is_open(fd: int) -> bool:
     """Returns whether this process has anything open under this number."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["LaunchError", "ServerDied"]
-
 
 class LaunchError(RuntimeError):
     """Workers could not be started, watched or stopped.

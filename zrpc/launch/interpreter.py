@@ -10,8 +10,6 @@ import sys
 
 from zrpc.launch.errors import LaunchError
 
-__all__ = ["check_not_imported", "interpreter_options", "python_command"]
-
 # The first code of a new process, before any import. It makes this package importable. Neither the
 # working directory nor this package's own imports affect the program that runs later there.
 _BOOTSTRAP = """\

@@ -20,8 +20,6 @@ from zrpc.launch.worker import SECRET, EnvironmentTemplate, base_environment, wi
 if TYPE_CHECKING:
     from torch.multiprocessing.spawn import ProcessContext
 
-__all__ = ["spawn"]
-
 _HOST = "127.0.0.1"
 _THREADS = "OMP_NUM_THREADS"
 # The exit code of a process that has called `spawn` while it imported the main script.

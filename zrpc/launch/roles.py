@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["Member", "Roles"]
-
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,120}")
 
 

@@ -8,8 +8,6 @@ import shutil
 import warnings
 import zipfile
 
-__all__ = ["check_script", "find_program"]
-
 _HEAD_BYTES = 8192
 _PYTHON_SUFFIXES = (".py", ".pyw", ".pyc", ".pyz")
 

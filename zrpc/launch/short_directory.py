@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 
-__all__ = ["short_directory"]
-
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 # What the longest path of a socket has after that of the first directory; each x is a random
 # character. The last two parts are those of `zrpc.transport.address`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
 import shutil
 import signal
 import socket
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, MAX_DESCRIPTORS, Channel
-from zrpc.launch.descriptors import output_of_child
+from zrpc.launch.descriptors import output_of_child, readable
 from zrpc.launch.errors import LaunchError, ServerDied
 from zrpc.launch.interpreter import python_command
 from zrpc.launch.signal_state import SignalState, blocked
@@ -308,9 +307,7 @@ class Starter:
 
     def _read_exits(self, timeout: float) -> list[Exit]:
         sock = self._running_server().exits
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        if not poll.poll(timeout * 1000):
+        if not readable(sock.fileno(), timeout=timeout):
             return []
         data = sock.recv(EXITS_BYTES)
         if not data:

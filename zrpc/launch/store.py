@@ -17,8 +17,6 @@ from zrpc.launch.signals import STOPS, SignalInbox
 from zrpc.launch.starter import Starter
 from zrpc.launch.task import Task
 
-__all__ = ["StoreAddress", "parse_address", "reserve_ranks"]
-
 _FIRST_RANK = struct.Struct("=q")
 
 

@@ -15,8 +15,6 @@ from pathlib import Path
 
 from zrpc.launch.descriptors import readable
 
-__all__ = ["Terminal", "is_in_foreground", "is_usable", "relay"]
-
 _STDIN, _STDERR = 0, 2
 _NAME = "debugger"
 _MAX_WAITING = 128  # more workers than this wait in vain for a free place in the queue

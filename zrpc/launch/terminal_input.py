@@ -25,8 +25,6 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["Keyboard", "RelayedInput", "open_keyboard"]
-
 _STDIN = 0
 _FLAGS = 3  # of what tcgetattr returns: the local modes
 _CHARACTERS = 6

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from zrpc.launch.line_splitter import LineSplitter
 
-__all__ = ["ThrottledSplitter"]
-
 _SECONDS = 1.0
 
 

@@ -24,10 +24,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import expecting
 from zrpc.wire.member_id import MemberId, rank_of
-
-__all__ = ["Agreement", "How", "LossNote", "pack_notes", "parse_notes"]
 
 # Both ends of a pair, and those of others that broke with it, are found within this part of the
 # limit, since that is how far apart heartbeats are.
@@ -66,28 +64,17 @@ def pack_notes(notes: Iterable[LossNote]) -> bytes:
     return b"".join(_NOTE.pack(each.how, each.member, each.judge, each.other) for each in notes)
 
 
+@expecting("notes about lost members")
 def parse_notes(body: bytes | bytearray | memoryview) -> list[LossNote]:
     """Reads the body of a message.
 
     Raises:
         ProtocolError: it has another form.
     """
-    try:
-        return [
-            LossNote(How(how), MemberId(member), MemberId(judge), MemberId(other))
-            for how, member, judge, other in _NOTE.iter_unpack(body)
-        ]
-    except (struct.error, ValueError) as error:
-        raise ProtocolError(f"expected notes about lost members: {error}") from error
-
-
-@dataclass(slots=True)
-class _Pair:
-    """Two members that have lost each other, and when this worker learned of it."""
-
-    one: MemberId
-    other: MemberId
-    known_at: float
+    return [
+        LossNote(How(how), MemberId(member), MemberId(judge), MemberId(other))
+        for how, member, judge, other in _NOTE.iter_unpack(body)
+    ]
 
 
 class Agreement:
@@ -104,7 +91,8 @@ class Agreement:
         self._unsettled_until = 0.0
         self._notes: list[LossNote] = []
         self._told: dict[MemberId, int] = {}  # how many of the notes each member was told
-        self._pairs: dict[tuple[MemberId, MemberId], _Pair] = {}
+        # The pairs of members that have lost each other, and when this worker learned of it.
+        self._pairs: dict[tuple[MemberId, MemberId], float] = {}
         # With whom each member was in a pair. Those that were put out since still count.
         self._apart: defaultdict[MemberId, set[MemberId]] = defaultdict(set)
 
@@ -115,7 +103,7 @@ class Agreement:
     def lose(self, member: MemberId, note: LossNote | None, now: float) -> None:
         """Notes that a member is lost here, and what the others are to be told of that."""
         self._told.pop(member, None)
-        self._pairs = {both: pair for both, pair in self._pairs.items() if member not in both}
+        self._pairs = {both: at for both, at in self._pairs.items() if member not in both}
         self._apart.pop(member, None)
         if note is None or note.how is not How.PUT_OUT:
             for others in self._apart.values():
@@ -131,7 +119,7 @@ class Agreement:
         if self._own_id in (sender, note.member) or sender == note.member:
             return
         both = min(sender, note.member), max(sender, note.member)
-        self._pairs.setdefault(both, _Pair(*both, now))
+        self._pairs.setdefault(both, now)
         self._apart[sender].add(note.member)
         self._apart[note.member].add(sender)
 
@@ -147,13 +135,12 @@ class Agreement:
             living: the members that this worker has not lost, itself included.
             reaches: returns whether a member answers this worker.
         """
-        for pair in self._pairs.values():
-            both = pair.one, pair.other
+        for both, known_at in self._pairs.items():
             first = min((m for m in living if m not in both), key=_order, default=None)
             wait = self._spread if first == self._own_id else 2 * self._spread
-            if now - pair.known_at >= wait and all(map(reaches, both)):
+            if now - known_at >= wait and all(map(reaches, both)):
                 loser = max(both, key=lambda member: (len(self._apart[member]), _order(member)))
-                other = pair.one if loser == pair.other else pair.other
+                [other] = {*both} - {loser}
                 return LossNote(How.PUT_OUT, loser, self._own_id, other)
         return None
 

@@ -16,8 +16,6 @@ from zrpc.membership.missing_ranks import describe_hosts, describe_missing, desc
 from zrpc.membership.peer_record import PeerRecord, is_token
 from zrpc.membership.signed_store import SignedStore
 
-__all__ = ["NOBODY", "Arrival", "Attendance", "claimed_token"]
-
 logger = logging.getLogger(__name__)
 
 NOBODY = "-"  # in place of the token of rank 0

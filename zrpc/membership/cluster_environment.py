@@ -24,16 +24,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "ENGINES",
-    "FULL_HOST_NAME",
-    "SETTINGS",
-    "Setting",
-    "find_settings",
-    "first_host",
-    "looked_for",
-]
-
 SETTINGS = ("rank", "world_size", "local_rank", "master_addr", "master_port")
 # Not a variable: the caller adds this host's name with its domain to the variables under this key.
 FULL_HOST_NAME = "the full host name"

@@ -15,8 +15,6 @@ from zrpc.membership.peer_record import PeerRecord
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.wire.devices import KEEP, DeviceMap
 
-__all__ = ["check_device_maps", "maps_between", "own_settings"]
-
 
 def own_settings(options: ZmqRpcBackendOptions) -> DeviceSettings:
     """Returns the settings of this process."""

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["ANY_WORKER", "CPU", "DeviceSettings"]
-
 ANY_WORKER = "*"  # in a map, in place of a callee's name
 CPU = "cpu"
 

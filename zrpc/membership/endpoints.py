@@ -29,29 +29,10 @@ from zrpc.transport.address import check_private, interface_towards
 from zrpc.transport.curve import Curve, KeyPair, PeerKey, supports_curve
 from zrpc.transport.network import DESCRIPTORS_PER_PEER, Network
 
-__all__ = [
-    "MAKE_A_SECRET",
-    "Meeting",
-    "address_of",
-    "announce_endpoint",
-    "check_curve",
-    "check_descriptors",
-    "check_reachable",
-    "choose_interface",
-    "endpoint_of",
-    "is_loopback",
-    "listen",
-    "listen_if_needed",
-    "listen_on",
-    "make_keys",
-]
-
 logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
-# How long a worker that can't listen waits at most for the others to come and read why.
-_FAILURE_SECONDS = 5.0
 # For files of the program.
 _SPARE_DESCRIPTORS = 32
 MAKE_A_SECRET = (

@@ -25,8 +25,6 @@ from enum import Enum
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["FailureDetector", "Loss", "Reason"]
-
 # Fractions of the limit. A peer that stops right after an answer is asked once more an interval
 # later, and its connection breaks a timeout after that. It then has until `_SILENCE` to come back
 # by a new connection. The rest is for the coarseness of the clock: the loss is found within the

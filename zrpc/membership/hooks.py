@@ -13,8 +13,6 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Hook", "Hooks"]
-
 logger = logging.getLogger(__name__)
 
 Hook = Callable[[WorkerInfo], object]

@@ -24,20 +24,6 @@ from zrpc.membership.launched import launched, own_environment
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.wire.member_id import RANKS
 
-__all__ = [
-    "agent_store",
-    "local_world_size",
-    "master",
-    "master_host",
-    "own_settings",
-    "own_variable",
-    "own_variables",
-    "private_file",
-    "resolve_name",
-    "resolve_rank",
-    "restart_count",
-]
-
 logger = logging.getLogger(__name__)
 
 _LAST_PORT = 65_535

@@ -16,16 +16,6 @@ from dataclasses import dataclass, field
 
 from zrpc.errors import RendezvousError
 
-__all__ = [
-    "LAUNCHED",
-    "Launched",
-    "launched",
-    "launching",
-    "own_environment",
-    "set_spawned",
-    "stop_error",
-]
-
 # Holds all variables that the launcher has set for a worker, as JSON.
 LAUNCHED = "ZRPC_LAUNCHED"
 # torchrun sets this variable, and `zrpc launch` doesn't.

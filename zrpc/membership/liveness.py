@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import zmq
@@ -17,8 +18,6 @@ from zrpc.transport.address import is_alive
 from zrpc.transport.listener_probe import ListenerProbe
 from zrpc.transport.network import Network
 from zrpc.wire.member_id import MemberId
-
-__all__ = ["LivenessMonitor"]
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +43,7 @@ _LET_IT_CONNECT = (
 )
 
 
+@dataclass(eq=False)
 class LivenessMonitor:
     """Finds out which peers of one worker are gone.
 
@@ -64,21 +64,17 @@ class LivenessMonitor:
     `may_live` may be called from any.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        membership: Membership,
-        limit: float,
-        received: Mapping[MemberId, int],
-    ) -> None:
-        self._network = network
-        self._membership = membership
-        self._received = received
-        self._counted = dict(received)
-        self._detector = FailureDetector(limit)
+    _network: Network
+    _membership: Membership
+    _limit: float
+    _received: Mapping[MemberId, int]
+
+    def __post_init__(self) -> None:
+        self._counted = dict(self._received)
+        self._detector = FailureDetector(self._limit)
         self._next_tick = 0.0
         self._retry_at = 0.0
-        self._neighbours = [member for member in membership.infos if self._is_neighbour(member)]
+        self._neighbours = [each for each in self._membership.infos if self._is_neighbour(each)]
         self.expected: set[MemberId] = set()
         self.suspected: set[MemberId] = set()
         self.missed = self.reconnects = 0
@@ -95,7 +91,7 @@ class LivenessMonitor:
         # Departed workers whose messages are still arriving: the reason, how many they sent, and
         # until when to wait for them.
         self._deferred_leaves: dict[MemberId, tuple[Reason, float, float]] = {}
-        network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
+        self._network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
 
     def add(self, member: MemberId) -> None:
         """Adds a worker that was introduced, also to the network."""

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from zrpc.membership.peer_record import PeerRecord
 
-__all__ = ["describe_hosts", "describe_missing", "describe_places", "rank_ranges"]
-
 _HOSTS_NAMED = 8
 
 

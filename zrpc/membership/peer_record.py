@@ -13,8 +13,6 @@ from zrpc.membership.device_settings import DeviceSettings
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId, member_id_of
 
-__all__ = ["PeerRecord", "is_token", "own_version"]
-
 _TOKEN = re.compile("[0-9a-f]{32}")
 
 

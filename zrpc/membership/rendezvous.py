@@ -46,8 +46,6 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.store_request import wait_for
 
-__all__ = ["TIMING", "RendezvousTiming", "StoreLost", "meet", "store_errors"]
-
 _LEADER = "leader"
 # What is known at a roster; what follows that.
 _ROSTER = "roster"  # the records
@@ -135,28 +133,26 @@ def store_errors() -> Iterator[None]:
         ) from error
 
 
+@dataclass(eq=False)
 class _Worker:
     """What rank 0 and the others have in common; one call of `meet`."""
 
-    def __init__(
-        self,
-        store: Store,
-        record: PeerRecord,
-        timeout: float,
-        secret: ClusterSecret | None,
-        timing: RendezvousTiming,
-        listen: Callable[[list[PeerRecord]], str],
-    ) -> None:
+    _store: Store
+    _record: PeerRecord
+    _timeout: float
+    _secret: ClusterSecret | None
+    _timing: RendezvousTiming
+    _listen: Callable[[list[PeerRecord]], str]
+
+    def __post_init__(self) -> None:
+        store, record = self._store, self._record
         place = f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
         another = "is that of another mesh: give each mesh a MASTER_PORT of its own"
         self._note = f" (or the store{place} {another})" if place else ""
-        self._expected = f"expected {record.world_size} workers{place} within {timeout:g} s,"
-        self._record = record
-        self._deadline = time.monotonic() + timeout
-        self._entries = SignedStore(store, secret, self._deadline)
+        self._expected = f"expected {record.world_size} workers{place} within {self._timeout:g} s,"
+        self._deadline = time.monotonic() + self._timeout
+        self._entries = SignedStore(store, self._secret, self._deadline)
         self._attendance = Attendance(self._entries, record, record.token)
-        self._timing = timing
-        self._listen = listen
         self._failure: RpcError | None = None  # why this worker can't listen
 
     def _answer(self, records: list[PeerRecord], number: int) -> Arrival:

@@ -17,15 +17,6 @@ from pathlib import Path
 
 from zrpc.errors import AuthenticationError
 
-__all__ = [
-    "FILE_VARIABLE",
-    "VARIABLE",
-    "ClusterSecret",
-    "find_secret",
-    "new_secret",
-    "write_secret",
-]
-
 VARIABLE = "ZRPC_SECRET"
 FILE_VARIABLE = "ZRPC_SECRET_FILE"
 

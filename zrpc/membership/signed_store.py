@@ -21,8 +21,6 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.store_request import ask
 from zrpc.wire.member_id import RANKS
 
-__all__ = ["SignedStore", "take_ranks"]
-
 T = TypeVar("T")
 
 _PREFIX = "zrpc"

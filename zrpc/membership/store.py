@@ -21,8 +21,6 @@ from zrpc.errors import RendezvousError
 from zrpc.membership.init_method import agent_store, master, own_settings, private_file
 from zrpc.membership.store_request import ask
 
-__all__ = ["connect_store", "tcp_store"]
-
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.05

@@ -28,8 +28,6 @@ from zrpc.membership.launched import stop_error
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["ask", "wait_for"]
-
 T = TypeVar("T")
 
 # Also a request that begins at its deadline has this long: those that find out what is missing do.

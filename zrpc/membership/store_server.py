@@ -12,8 +12,6 @@ from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.membership.store import tcp_store
 from zrpc.options import ZmqRpcBackendOptions
 
-__all__ = ["serve"]
-
 _FIRST = struct.Struct("=q")  # as `zrpc.launch.store` reads it
 
 

@@ -14,8 +14,6 @@ from zrpc.transport.identity import bulk_identity, heartbeat_identity, identity_
 from zrpc.wire.devices import DeviceMap
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
-__all__ = ["Membership"]
-
 _NAMED_IN_ERROR = 8
 
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 
 from zrpc.wire.member_id import MemberId, member_id_of
 
-__all__ = ["WorkerInfo"]
-
 _NAME = re.compile(r"[A-Za-z0-9_:-]{1,127}\Z")
 
 

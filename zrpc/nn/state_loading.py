@@ -14,8 +14,6 @@ import torch
 
 from zrpc.services.rref.rref import RRef
 
-__all__ = ["load_part", "module_names", "stand_ins"]
-
 
 class _StandIn(torch.nn.Module):
     """Notes the metadata of a remote module."""

@@ -17,11 +17,9 @@ from zrpc.calls.future import Future
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.optim.local import LocalOptimizer, Options, Params, changes, options_of
 from zrpc.runtime.forks import free_in_child
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler
 from zrpc.services.autograd.service import AutogradService, context_of_hook
 from zrpc.services.rref.rref import RRef
-
-__all__ = ["DistributedOptimizer", "clip_grad_norm_"]
 
 T = TypeVar("T")
 
@@ -333,8 +331,7 @@ def _at_once(calls: list[Callable[[], Future[T]]]) -> list[T]:
         try:
             return function()
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             errors.append(error)
 
     futures = [future for future in map(outcome, calls) if future is not None]

@@ -16,8 +16,6 @@ from zrpc.services.autograd.grad_lock import GradLock, Use
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.rref import RRef
 
-__all__ = ["LocalOptimizer", "Options", "Params", "changes", "options_of"]
-
 Options = dict[str, Any]
 Params = Sequence[RRef[Any]]
 

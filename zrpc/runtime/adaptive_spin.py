@@ -13,8 +13,6 @@ while. The same goes for the interpreter's lock, if another thread of this progr
 
 from __future__ import annotations
 
-__all__ = ["MAX_SPIN_SECONDS", "AdaptiveSpin"]
-
 # A thread that waits for longer has spent more than a wake-up takes, and sleeps.
 MAX_SPIN_SECONDS = 0.0005
 # A longer wait counts as this, so one pause is soon forgotten.

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import ctypes
 
-__all__ = ["give_back_freed_memory", "keep_freed_memory", "uninitialized"]
-
 _new_bytearray = ctypes.pythonapi.PyByteArray_FromStringAndSize
 _new_bytearray.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
 _new_bytearray.restype = ctypes.py_object

@@ -17,8 +17,6 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["watch_for_compiler", "when_compiler_is_loaded"]
-
 _DYNAMO = "torch._dynamo"
 _PREFIX = "zrpc."
 _REASON = "zrpc is never compiled, since its calls run on other workers"

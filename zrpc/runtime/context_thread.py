@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ContextThread"]
-
 
 class ContextThread(threading.Thread):
     """A daemon thread that runs in a copy of its owner's context.

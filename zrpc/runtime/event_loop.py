@@ -13,8 +13,6 @@ from typing import Any
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import UninterruptedLock, run_interruptibly
 
-__all__ = ["EventLoop", "running_loop"]
-
 logger = logging.getLogger(__name__)
 
 # Seconds that coroutines have to finish after close() has cancelled them.

@@ -14,8 +14,6 @@ import os
 import sys
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["exit_child", "free_in_child"]
-
 L = TypeVar("L")
 
 # The number of forks between the first process and this one.

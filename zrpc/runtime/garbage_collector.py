@@ -18,8 +18,6 @@ from types import FrameType
 
 from zrpc.errors import RpcError
 
-__all__ = ["check", "interrupts_zrpc", "running"]
-
 # What zrpc calls while it holds a lock: its own code may be behind frames of these.
 _BETWEEN = sys.stdlib_module_names | {"torch", "zmq"}
 

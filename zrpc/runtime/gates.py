@@ -7,8 +7,6 @@ import threading
 
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["Gates"]
-
 
 class Gates:
     """Gates that are opened together; see `zrpc.runtime.thread_pool.pass_gate`.

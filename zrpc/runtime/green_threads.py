@@ -6,8 +6,6 @@ import sys
 
 from zrpc.errors import RpcError
 
-__all__ = ["check_threads"]
-
 # By library: its module, the function that says whether it has replaced a part of the standard
 # library, the parts that zrpc needs, and how to leave them as they are.
 _LIBRARIES = {

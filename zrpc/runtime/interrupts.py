@@ -23,18 +23,6 @@ from itertools import repeat
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = [
-    "UninterruptedLock",
-    "hold_interrupts",
-    "in_main_thread",
-    "pass_interruptibly",
-    "raised_by_handler",
-    "release_interrupts",
-    "run_interruptibly",
-    "suppressing",
-    "uninterrupted",
-]
-
 T = TypeVar("T")
 
 # The functions of `signal` without its conversion to enums, which takes ten times as long.
@@ -175,6 +163,12 @@ def raised_by_handler(error: BaseException) -> bool:
     codes = {_code_of(handler) for handler in filter(callable, handlers)}
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code in codes for frame, _ in frames)
+
+
+def raise_if_of_handler(error: BaseException) -> None:
+    """Raises an error again if a signal handler of the program has raised it."""
+    if raised_by_handler(error):
+        raise error
 
 
 class suppressing(contextlib.suppress):

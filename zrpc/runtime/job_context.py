@@ -6,8 +6,6 @@ import contextvars
 import sys
 from collections.abc import Callable
 
-__all__ = ["copies_of"]
-
 
 def copies_of(context: contextvars.Context) -> Callable[[], contextvars.Context]:
     """Returns a function that copies ``context``, for one job each. A copy takes 0.1 µs."""

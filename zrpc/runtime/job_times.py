@@ -6,8 +6,6 @@ place. No I/O in here, and no clock.
 
 from __future__ import annotations
 
-__all__ = ["QUICK_JOB_SECONDS", "JobTimes"]
-
 # Handing a job to another thread takes 10 to 200 us: that thread must be woken, often on a core
 # whose caches have cooled down, and must then get the interpreter's lock. If jobs take less than
 # this, jobs that have come together run one after the other in one thread.

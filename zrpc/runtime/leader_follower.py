@@ -43,9 +43,7 @@ from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 from zrpc.runtime.job_times import JobTimes
 from zrpc.runtime.thread_errors import printing_errors
-from zrpc.runtime.thread_pool import HandlerPool, set_owner
-
-__all__ = ["LONGEST_SITTING", "LeaderFollower"]
+from zrpc.runtime.thread_pool import HandlerPool, lend_thread
 
 logger = logging.getLogger(__name__)
 
@@ -235,7 +233,7 @@ class LeaderFollower:
 
     def _serve(self, me: int) -> None:
         """The life of one thread."""
-        set_owner(self)
+        lend_thread(self.give_way)
         while not self._stopping:
             try:
                 if self._leader == me:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Load"]
-
 Job = Callable[[], None]
 
 
@@ -20,7 +18,6 @@ class Load(NamedTuple):
         idle: the number of threads without a job.
         threads: the number of threads.
         full_for: for how many seconds some job has always waited; 0 if none waits.
-        none_begun_for: for how many of these seconds no job was begun.
         queued: the number of jobs that wait for a thread.
         backlog: the first of those.
     """
@@ -31,6 +28,5 @@ class Load(NamedTuple):
     idle: int
     threads: int
     full_for: float
-    none_begun_for: float
     queued: int
     backlog: list[Job]

@@ -6,8 +6,6 @@ import time
 
 from zrpc.runtime.thread_frames import thread_frames
 
-__all__ = ["processor_time_of"]
-
 
 def processor_time_of(ident: int) -> float | None:
     """Returns the processor time that a thread has used, in seconds.

@@ -8,8 +8,6 @@ import resource
 import sys
 from collections.abc import Iterator
 
-__all__ = ["advice", "allow_descriptors", "out_of_descriptors", "stack_is_full"]
-
 # What zrpc needs for anything that it must not leave half done, such as the start of a thread.
 _SPARE_FRAMES = 200
 _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)

@@ -13,8 +13,6 @@ from typing import ClassVar
 
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["SwitchInterval"]
-
 # Added before setting, since Python cuts the interval off to whole microseconds.
 _ROUNDING_SECONDS = 0.5e-6
 

@@ -6,8 +6,6 @@ import contextlib
 import traceback
 from collections.abc import Iterator
 
-__all__ = ["printing_errors"]
-
 
 @contextlib.contextmanager
 def printing_errors() -> Iterator[None]:

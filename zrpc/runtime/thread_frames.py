@@ -10,8 +10,6 @@ from types import FrameType
 
 from zrpc.runtime.forks import free_in_child
 
-__all__ = ["thread_frames"]
-
 # Held while collections are off, so that one thread turns them on again for another one's look. A
 # thread may take it twice, as a signal handler may interrupt it.
 _lock = free_in_child(threading.RLock())

@@ -19,7 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
@@ -30,18 +29,6 @@ from zrpc.runtime.pool_load import Load
 from zrpc.runtime.processor_time import processor_time_of
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
-
-__all__ = [
-    "HandlerPool",
-    "ThreadOwner",
-    "current_pool",
-    "end_with",
-    "in_handler",
-    "in_pool",
-    "pass_gate",
-    "set_owner",
-    "waiting",
-]
 
 logger = logging.getLogger(__name__)
 
@@ -55,9 +42,11 @@ class _Thread(threading.local):
     # .pool is the HandlerPool whose job the current thread runs, if any.
     # .begun is when that job began, plus the time that it has waited since; .blocked is when its
     # latest wait began.
-    # .owner is what lends the thread to pools as a guest, if anything.
     # .ending is whether the job is in its `end_with`, and has submitted nothing there.
     ending = False
+
+    def give_way(self) -> None:
+        """Lets a guest wait; see `lend_thread`."""
 
 
 _thread = _Thread()
@@ -65,16 +54,9 @@ _thread = _Thread()
 current_pool: Callable[[], HandlerPool | None] = partial(getattr, _thread, "pool", None)
 
 
-class ThreadOwner(Protocol):
-    """Lends its threads to pools as guests."""
-
-    def give_way(self) -> None:
-        """Called in a guest's job that is about to wait."""
-
-
-def set_owner(owner: ThreadOwner) -> None:
-    """Records which `ThreadOwner` owns the current thread."""
-    _thread.owner = owner
+def lend_thread(give_way: Callable[[], None]) -> None:
+    """Lends the current thread to pools as a guest; its job calls ``give_way`` before it waits."""
+    _thread.give_way = give_way  # type: ignore[method-assign]
 
 
 def pass_gate(
@@ -112,7 +94,7 @@ def pass_gate(
             if not gate.locked():
                 return True
         if pool is not None:
-            _give_way()
+            _thread.give_way()
         return pass_interruptibly(gate, timeout)
     finally:
         if pool is not None:
@@ -142,16 +124,10 @@ def waiting() -> Iterator[None]:
         return
     pool._block()
     try:
-        _give_way()
+        _thread.give_way()
         yield
     finally:
         pool._unblock()
-
-
-def _give_way() -> None:
-    owner: ThreadOwner | None = getattr(_thread, "owner", None)
-    if owner is not None:
-        owner.give_way()
 
 
 class HandlerPool:
@@ -223,7 +199,6 @@ class HandlerPool:
                 len(self._idle),
                 len(self._threads),
                 full_for,
-                min(full_for, time.perf_counter() - self._begun_at),
                 len(self._backlog),
                 list(itertools.islice(self._backlog, limit)),
             )
@@ -435,11 +410,6 @@ class _PoolThread(ContextThread):
         self.job: Job | None = job
         self.gate = threading.Lock()
         self.gate.acquire()
-
-
-def in_handler() -> bool:
-    """Returns whether the current thread runs a job of a pool."""
-    return current_pool() is not None
 
 
 def in_pool(pool: HandlerPool) -> bool:

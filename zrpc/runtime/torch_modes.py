@@ -9,8 +9,6 @@ from torch._C import (
     _pop_torch_function_stack,
 )
 
-__all__ = ["reset_modes"]
-
 _is_grad_enabled = torch.is_grad_enabled
 _DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "ipu", "xla", "mtia", "maia", "privateuseone")
 

@@ -20,8 +20,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["AgreementService"]
-
 # Why a worker is lost here that others may still reach.
 _UNREACHED = (Reason.SILENT, Reason.NO_WAY_BACK, Reason.DECLARED_DEAD)
 # How long to wait for the last messages of a worker whose process has ended, as others say.

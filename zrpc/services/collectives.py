@@ -31,8 +31,6 @@ from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Collectives"]
-
 Names = frozenset[str]
 
 _EXPECTED = "expected the values of all workers, but {why}"
@@ -232,6 +230,7 @@ class Collectives(Service):
 # A call that times out is known by the function's name: so this has the one that programs use.
 @async_execution
 def all_gather(names: Names, number: int, oldest: int, name: str, value: Any) -> Future[Any]:
+    """Adds a member's value to those of its team, at the member that collects them."""
     return current_agent().service(Collectives).contribute(names, number, oldest, name, value)
 
 

@@ -37,8 +37,6 @@ from zrpc.testing.procfs import read_text
 from zrpc.testing.served import serve
 from zrpc.wire.pickling import dumps
 
-__all__ = ["INTERRUPT_SIGNAL", "STACKS_SIGNAL", "WorkerSettings", "main"]
-
 # Makes the process write the stacks of all threads, whatever they are doing.
 STACKS_SIGNAL = signal.SIGUSR1
 # Makes it interrupt the function whose number is in a file, if that still runs.

@@ -31,8 +31,6 @@ from zrpc.runtime.forks import free_in_child
 from zrpc.testing.device_memory import allocate, on_host
 from zrpc.testing.device_module import COUNT, TYPE, FakeModule
 
-__all__ = ["FakeDevice", "Operation", "fake_device"]
-
 _KEY = "PrivateUse1"  # torch's name for a device that others add
 
 # Operators that only make another tensor for the same memory. The CPU's do that for any device.

@@ -14,8 +14,6 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack
 
-__all__ = ["allocate", "on_host"]
-
 # Set in addresses of the fake device.
 _TAG = 1 << 60
 # DLPack's number for a kind of device that others add, and for unsigned integers.

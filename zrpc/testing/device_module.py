@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["COUNT", "TYPE", "FakeModule"]
-
 TYPE = "fake"
 COUNT = 2
 

@@ -8,8 +8,6 @@ import inspect
 from types import FrameType
 from typing import Any
 
-__all__ = ["Entry"]
-
 _SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _ASYNC = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 

@@ -8,16 +8,6 @@ from typing import TypeVar
 
 from zrpc.wire.exceptions import set_cause
 
-__all__ = [
-    "WorkerExited",
-    "WorkerFailed",
-    "WorkerTraceback",
-    "add_others",
-    "attribute",
-    "traceback_of",
-    "without_frames",
-]
-
 E = TypeVar("E", bound=BaseException)
 
 

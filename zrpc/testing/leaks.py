@@ -26,8 +26,6 @@ from zrpc.testing.procfs import (
 )
 from zrpc.transport.address import PrivateDirectory
 
-__all__ = ["LeakError", "Resources", "files_in", "lasting", "no_leaks", "runtime_directory"]
-
 # What is stopping has this long to be gone.
 _WAIT_SECONDS = 2.0
 _POLL_SECONDS = 0.01

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
     from zrpc.testing.processes import ProcessWorker
 
-__all__ = ["Mesh"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 Now: TypeAlias = Callable[P, T]

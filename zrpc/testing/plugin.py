@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from zrpc.testing.mesh import Mesh
     from zrpc.testing.watchdog import Watchdog
 
-__all__ = ["MakeMesh", "MeshFactory", "make_mesh", "mesh", "mesh_factory", "no_leaks"]
-
 _MARKER = (
     "zrpc(workers=2, processes=False, timeout=30, options={}, leaks=True, faults=False, "
     "restarts=False, elastic=False): the number of workers in the test's mesh, whether they are "

@@ -34,8 +34,6 @@ from zrpc.testing.spec import MeshSpec
 from zrpc.testing.worker import Work, Worker, name_of
 from zrpc.wire.pickling import dumps
 
-__all__ = ["ProcessWorker", "process_workers"]
-
 # Variables that tell a worker whether it may be restarted, and how often it was.
 _MAX_RESTARTS = "ZRPC_MAX_RESTARTS"
 _RESTART_COUNT = "TORCHELASTIC_RESTART_COUNT"

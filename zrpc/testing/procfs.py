@@ -6,18 +6,6 @@ import contextlib
 import os
 from pathlib import Path
 
-__all__ = [
-    "children",
-    "command_of",
-    "descriptors",
-    "native_threads",
-    "polled_by",
-    "read_text",
-    "session_members",
-    "socket_names",
-    "state_of",
-]
-
 
 def descriptors() -> dict[int, str]:
     """Returns this process's open descriptors, and what each points to."""

@@ -9,8 +9,6 @@ from typing import TypeVar
 from zrpc.testing.failure import add_others
 from zrpc.testing.worker import Work, Worker
 
-__all__ = ["result_of", "results_of"]
-
 T = TypeVar("T")
 
 # One worker's failure often makes the others fail: wait this long for their errors.

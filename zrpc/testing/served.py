@@ -16,8 +16,6 @@ from typing import Any
 
 from zrpc.launch import Starter, Task
 
-__all__ = ["send_request", "serve", "start_serving"]
-
 # Above the descriptor numbers that a preloaded module could have open in the starter's server.
 _FIRST_SOCKET_FD = 200
 

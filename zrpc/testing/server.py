@@ -13,8 +13,6 @@ from zrpc.runtime.forks import free_in_child
 from zrpc.testing.leaks import lasting
 from zrpc.testing.procfs import state_of
 
-__all__ = ["server_lock", "warm_server"]
-
 logger = logging.getLogger(__name__)
 
 _PRELOAD = (

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
-__all__ = ["MeshSpec"]
-
 DEFAULT_WORKERS = 2
 DEFAULT_TIMEOUT = 30.0
 # Stands for no deadline: a year. What is longer overflows in waits in C.

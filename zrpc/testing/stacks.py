@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable
 from zrpc.runtime.thread_frames import thread_frames
 from zrpc.services.inspection.report import stack_text
 
-__all__ = ["other_stacks", "stacks_of"]
-
 # The files of the calls with which a test's stack begins.
 _RUNNERS = r"[/\\](_pytest|pluggy)[/\\]"
 

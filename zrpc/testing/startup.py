@@ -12,8 +12,6 @@ from zrpc.testing.mesh import Mesh
 from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
 from zrpc.testing.watchdog import Watchdog, print_report
 
-__all__ = ["local_mesh", "start_mesh", "start_shared_mesh", "warm_up"]
-
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
 # it until init_timeout has passed, so that is kept short.
 _INIT_TIMEOUT_SECONDS = 10.0

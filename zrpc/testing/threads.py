@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
     from zrpc.membership.secret import ClusterSecret
 
-__all__ = ["ThreadWorker", "import_core", "thread_workers"]
-
 logger = logging.getLogger(__name__)
 
 _Task = tuple[Work[Any], Callable[[], Any]]

@@ -21,8 +21,6 @@ from zrpc.testing.stacks import other_stacks
 if TYPE_CHECKING:
     from zrpc.testing.mesh import Mesh
 
-__all__ = ["MeshTimeout", "Watchdog"]
-
 # A wait for a mesh fails at once. Only a thread that is still stuck after this is interrupted.
 _FIRST_INTERRUPT_SECONDS = 0.25
 _INTERRUPT_SECONDS = 1.0

@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-__all__ = ["Work", "Worker"]
-
 T = TypeVar("T")
 
 

@@ -24,19 +24,6 @@ from typing import ClassVar
 
 from zrpc.errors import AuthenticationError, RpcError
 
-__all__ = [
-    "DESCRIPTORS",
-    "DIRECT",
-    "PrivateDirectory",
-    "check_private",
-    "host_key",
-    "interface_towards",
-    "is_alive",
-    "network_key",
-    "preferred_parent",
-    "private_directories",
-]
-
 # The sockets for direct connections and for file descriptors, next to that of the inbox.
 DIRECT = "direct"
 DESCRIPTORS = "files"
@@ -94,7 +81,7 @@ def _problem(parent: Path) -> str:
     if _is_too_long(parent):
         size, room = len(os.fsencode(parent)), _LONGEST_PATH - len(_LONGEST_END)
         return f"its path has {size} bytes, and {room} leave room for sockets"
-    if not _is_safe(parent):
+    if not _is_safe(mode):
         return f"others can replace what is in it, as its mode is {stat.S_IMODE(mode):04o}"
     return "" if os.access(parent, os.W_OK | os.X_OK) else "it can't be written to"
 
@@ -246,21 +233,17 @@ def check_private(path: Path) -> None:
         )
 
 
-def _is_safe(parent: Path) -> bool:
-    """Returns whether other users can't replace our directories in it by theirs."""
-    try:
-        mode = parent.stat().st_mode
-    except OSError:
-        return False
+def _is_safe(mode: int) -> bool:
+    """Returns whether other users can't replace what is in a directory of this mode."""
     return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
 
 
 def _check_parent(parent: Path) -> None:
     """Refuses an unsafe directory; a missing one is reported when it is used."""
-    if parent.exists() and not _is_safe(parent):
+    if parent.exists() and not _is_safe(mode := parent.stat().st_mode):
         raise AuthenticationError(
             "expected a directory for sockets in which others can't replace anything, found "
-            f"{parent} with mode {stat.S_IMODE(parent.stat().st_mode):04o}: `chmod o-w {parent}`, "
+            f"{parent} with mode {stat.S_IMODE(mode):04o}: `chmod o-w {parent}`, "
             "or name another one in ZRPC_RUNTIME_DIR"
         )
 

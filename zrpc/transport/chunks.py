@@ -41,18 +41,6 @@ from typing import Any
 from zrpc.errors import ProtocolError
 from zrpc.runtime.allocator import uninitialized
 
-__all__ = [
-    "BEGINS_CHUNK",
-    "CHUNK_BYTES",
-    "HEAD_BYTES",
-    "MAX_FRAME_BYTES",
-    "Assembler",
-    "abort_chunk",
-    "chunks",
-    "head_of_remnant",
-    "remnant",
-]
-
 # The first byte of a chunk; no message begins with it.
 BEGINS_CHUNK = b"\0"
 # The maximum of a message's bytes in one chunk.

@@ -30,8 +30,6 @@ from zmq.utils import z85
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.transport.identity import sender_name
 
-__all__ = ["Curve", "KeyPair", "PeerKey", "supports_curve"]
-
 logger = logging.getLogger(__name__)
 
 # With this domain and ZAP_ENFORCE_DOMAIN, libzmq admits nobody while no authenticator answers.

@@ -18,8 +18,6 @@ from pathlib import Path
 
 from zrpc.transport.address import DESCRIPTORS
 
-__all__ = ["NO_DESCRIPTOR", "DescriptorSocket"]
-
 # In place of a descriptor that could not be received.
 NO_DESCRIPTOR = -1
 

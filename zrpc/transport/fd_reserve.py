@@ -13,8 +13,6 @@ import os
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["DescriptorReserve", "reserve"]
-
 # Each peer that connects, and each new mailbox, takes two or three descriptors.
 _RESERVED_DESCRIPTORS = 16
 

@@ -21,8 +21,6 @@ from typing import Any
 from zrpc.errors import ProtocolError
 from zrpc.transport.chunks import HEAD_BYTES, remnant
 
-__all__ = ["MAX_MESSAGE_BYTES", "Unpacked", "Unpacker", "header", "pack_header"]
-
 # The first frame and the others.
 Unpacked = tuple[bytes, Sequence[Any]]
 

@@ -14,8 +14,6 @@ import socket
 from collections.abc import Callable
 from functools import partial
 
-__all__ = ["SEND_FLAGS", "GilHeldSocket", "ReceiveBuffer", "failure"]
-
 SEND_FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 _libc = ctypes.PyDLL(None, use_errno=True)

@@ -34,8 +34,6 @@ from zmq.utils.monitor import parse_monitor_message
 
 from zrpc.transport.identity import heartbeat_identity, random_routing_id
 
-__all__ = ["Heartbeats"]
-
 # The interval of attempts to reconnect, so a peer that resumes is noticed soon.
 _RECONNECT_MS = 100
 # The first and the longest limit of a handshake: parts of an interval and a timeout together.

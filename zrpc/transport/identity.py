@@ -9,17 +9,6 @@ from __future__ import annotations
 
 import secrets
 
-__all__ = [
-    "BULK_LETTER",
-    "HEARTBEAT_LETTER",
-    "NOBODY",
-    "bulk_identity",
-    "heartbeat_identity",
-    "identity_of",
-    "random_routing_id",
-    "sender_name",
-]
-
 # The first byte of the identities of mailboxes for large messages, and of heartbeats.
 BULK_LETTER = ord("b")
 HEARTBEAT_LETTER = ord("h")

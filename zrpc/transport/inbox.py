@@ -19,8 +19,6 @@ from zrpc.transport.poller import Poller
 from zrpc.transport.strangers import Strangers
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
-__all__ = ["Inbox"]
-
 # Of more routing ids, each message is checked. A member could use ever new ones.
 _MAX_SENDERS = 1 << 16
 

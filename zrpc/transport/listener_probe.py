@@ -7,8 +7,6 @@ import select
 import socket
 from urllib.parse import urlsplit
 
-__all__ = ["ListenerProbe"]
-
 
 class ListenerProbe:
     """One attempt to connect to an endpoint, in progress from now on.

@@ -12,8 +12,6 @@ from zrpc.runtime.interrupts import uninterrupted
 from zrpc.transport.chunks import CHUNK_BYTES, abort_chunk, chunks
 from zrpc.transport.identity import random_routing_id
 
-__all__ = ["Mailbox", "size_of"]
-
 # TCP keepalive: the first probe after this time without traffic, then at this interval.
 _KEEPALIVE_IDLE_SECONDS = 60
 _KEEPALIVE_INTERVAL_SECONDS = 10

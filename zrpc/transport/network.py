@@ -20,15 +20,9 @@ from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import bulk_identity
 from zrpc.transport.inbox import Inbox
-from zrpc.transport.mailbox import Mailbox, size_of
+from zrpc.transport.mailbox import Mailbox
+from zrpc.transport.mailbox import size_of as size_of
 from zrpc.transport.unix_stream import DirectMailbox, drain
-
-__all__ = [
-    "BULK_BYTES",
-    "DESCRIPTORS_PER_PEER",
-    "Network",
-    "size_of",
-]
 
 AnyMailbox = Mailbox | DirectMailbox
 M = TypeVar("M", bound=AnyMailbox)

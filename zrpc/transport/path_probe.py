@@ -16,8 +16,6 @@ from typing_extensions import override
 
 from zrpc.transport.listener_probe import ListenerProbe
 
-__all__ = ["PathProbe"]
-
 # The beginning of a connection by a mechanism that no worker has: it is closed when this arrives.
 # It is sent at once, so that the first packet is as large as packets get.
 _CONTENT = (b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"PROBE").ljust(1 << 14, b"\0")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import select
 from collections.abc import Callable
 
-__all__ = ["Poller"]
-
 
 class Poller:
     """Waits for descriptors by Linux's epoll, and calls their callbacks.

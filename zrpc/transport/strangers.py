@@ -11,8 +11,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["Strangers"]
-
 # Some fail in a healthy mesh too. Each of them has left a megabyte at most.
 _MANY = 16
 # To give memory back costs time, and the first use of other memory afterwards, too.

@@ -36,8 +36,6 @@ from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuf
 from zrpc.transport.mailbox import size_of
 from zrpc.transport.poller import Poller
 
-__all__ = ["BACKLOG", "DirectInbox", "DirectMailbox", "Received", "direct_path", "drain"]
-
 logger = logging.getLogger(__name__)
 
 # The maximum of one read; by default, a socket holds less.

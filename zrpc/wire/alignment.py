@@ -7,8 +7,6 @@ from typing import Any
 
 from zrpc.runtime.allocator import uninitialized
 
-__all__ = ["ALIGNMENT", "aligned"]
-
 # In bytes, what the largest element (complex128) needs: the code that compilers generate for its
 # copies crashes the process at any other address. malloc aligns to this as well.
 ALIGNMENT = 16

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["reduce_compiled_function", "reduce_compiled_module", "reduce_compiler"]
-
 _HOME = "torch._dynamo.eval_frame"
 # What each layer of a backend calls the next one; torch 2.8 and older use the second name.
 _INNER = ("_torchdynamo_orig_backend", "_torchdynamo_orig_callable")

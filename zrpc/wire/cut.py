@@ -9,8 +9,6 @@ import torch
 
 from zrpc.errors import RpcError, raised_again
 
-__all__ = ["cut_off"]
-
 
 def cut_off(tensors: Sequence[torch.Tensor], error: RpcError) -> tuple[torch.Tensor, ...]:
     """Returns tensors with the same values, whose use in a backward pass raises an error.

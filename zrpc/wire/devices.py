@@ -19,19 +19,6 @@ from zrpc.errors import SerializationError
 from zrpc.wire.extent import window
 from zrpc.wire.page_locks import page_locks
 
-__all__ = [
-    "CPU",
-    "KEEP",
-    "TO_CPU",
-    "DeviceMap",
-    "UnmappedDevice",
-    "fetched",
-    "finest",
-    "flattened",
-    "to_device",
-    "unmapped",
-]
-
 CPU = "cpu"
 KEEP = "="
 # What torch says first; programs that run unmodified may look for it.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Envelope"]
-
 
 class Envelope:
     """Something of zrpc's own, in which the program's values are sent."""

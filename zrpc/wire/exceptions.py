@@ -21,19 +21,10 @@ from zrpc import stand_in
 from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
 from zrpc.errors import RemoteError, RpcError, SerializationError
-from zrpc.runtime.interrupts import raised_by_handler
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
 from zrpc.wire.pickling import dumps
-
-__all__ = [
-    "copied",
-    "dump_exception",
-    "error_text",
-    "load_exception",
-    "set_cause",
-    "traceback_of",
-]
 
 # Of tests, by the names of their classes in pytest.
 _OUTCOMES = ("Skipped", "XFailed", "Failed")
@@ -91,8 +82,7 @@ def load_exception(body: Any) -> Exception:
         try:
             error = pickle.loads(pickled)
         except Exception as reason:
-            if raised_by_handler(reason):
-                raise
+            raise_if_of_handler(reason)
             text = f"{text}\n(It can't be rebuilt here: {_safe_repr(reason)})"
         else:
             set_cause(error, RemoteError(text))
@@ -105,8 +95,7 @@ def traceback_of(error: BaseException) -> str:
     try:
         return "".join(traceback.format_exception(error))
     except Exception as reason:  # no memory, or an attribute of the error can't be read
-        if raised_by_handler(reason):
-            raise
+        raise_if_of_handler(reason)
         return f"(its traceback can't be shown: {type(reason).__name__})"
 
 
@@ -128,8 +117,7 @@ def copied(error: BaseException, cause: BaseException | None = None) -> BaseExce
             set_cause(made, cause)
             return made
     except (Exception, SystemExit) as reason:
-        if raised_by_handler(reason):
-            raise
+        raise_if_of_handler(reason)
     return error
 
 
@@ -262,6 +250,5 @@ def _safe_repr(error: BaseException) -> str:
     try:
         return repr(error)
     except BaseException as reason:
-        if raised_by_handler(reason):
-            raise
+        raise_if_of_handler(reason)
         return f"<{type(error).__name__} whose repr fails>"

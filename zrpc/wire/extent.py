@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["begin_of", "end_of", "extent_of", "window"]
-
 
 def extent_of(tensor: torch.Tensor) -> int:
     """Returns the number of elements from the tensor's first to its last in memory, inclusive."""

@@ -17,27 +17,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch._C import _get_tracing_state
-from torch._C import _is_tracing as is_tracing
-from torch._C import _len_torch_dispatch_stack as count_modes
 from torch.fx.proxy import Attribute, MetaProxy, ParameterProxy, Proxy
 from torch.utils._pytree import tree_map_only
 
 from zrpc.errors import SerializationError
 
-__all__ = [
-    "PROXIES",
-    "check_modes",
-    "constant_of",
-    "count_modes",
-    "is_tracing",
-    "refuse_proxy",
-    "uncaptured",
-    "warn",
-]
-
 # The types of what stands for values in ``torch.fx.symbolic_trace``.
 PROXIES = (Proxy, Attribute, MetaProxy, ParameterProxy)
 
+is_tracing = torch._C._is_tracing
+count_modes = torch._C._len_torch_dispatch_stack
 _MODES = torch._C._TorchDispatchModeKey
 _mode = torch._C._get_dispatch_mode
 _set_tracing_state: Any = torch._C._set_tracing_state  # type: ignore[attr-defined]

@@ -7,8 +7,6 @@ from typing import Any
 
 from zrpc.wire.unpickling import decoder
 
-__all__ = ["Holes"]
-
 
 class Holes(list[Any]):
     """The values that are left out of a part, in the order of their fills."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import NamedTuple
 
-__all__ = ["ANSWERS", "DROPPABLE", "LATE", "METERED", "REQUESTS", "UNCOUNTED", "Kind", "Tag"]
-
 
 class Rules(NamedTuple):
     """What holds for one kind of message.

@@ -11,16 +11,6 @@ from __future__ import annotations
 
 from typing import NewType
 
-__all__ = [
-    "INCARNATIONS",
-    "NOBODY",
-    "RANKS",
-    "MemberId",
-    "incarnation_of",
-    "member_id_of",
-    "rank_of",
-]
-
 MemberId = NewType("MemberId", int)
 
 # In place of an id: no member has it.

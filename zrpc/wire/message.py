@@ -31,8 +31,6 @@ from typing import Any
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import NOBODY, MemberId
 
-__all__ = ["Extensions", "Message", "parse", "parse_head"]
-
 VERSION = 2
 _HEADER = struct.Struct("<BBHIIfQQ")
 _pack_header, _unpack_header = _HEADER.pack, _HEADER.unpack_from

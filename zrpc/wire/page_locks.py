@@ -26,8 +26,6 @@ import torch
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-__all__ = ["CudaRuntime", "Driver", "MappedMemory", "PageLocks", "page_locks"]
-
 # The type of devices whose driver can lock memory.
 _LOCKING = "cuda"
 # Memory is locked when this many times its size was copied.

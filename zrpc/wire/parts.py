@@ -17,8 +17,6 @@ from zrpc.wire.member_id import NOBODY
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 
-__all__ = ["PartEncoder"]
-
 
 class PartEncoder(Encoder):
     """Packs a part.

@@ -25,7 +25,7 @@ from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
-from zrpc.runtime.interrupts import raised_by_handler, suppressing, uninterrupted
+from zrpc.runtime.interrupts import raise_if_of_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.devices import DeviceMap, fetched
 from zrpc.wire.envelope import Envelope
@@ -37,8 +37,6 @@ from zrpc.wire.reducers import REDUCERS, Reducer, packing, reduce_method_by_valu
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
 from zrpc.wire.unpickling import Decoder
-
-__all__ = ["Encoder", "dumps", "encoder", "register_reducer"]
 
 Reducers = Mapping[type, Reducer]
 
@@ -317,8 +315,7 @@ class Encoder:
         except (RpcError, MemoryError):
             raise  # a reducer's own error, or one that cloudpickle can't avoid
         except Exception as error:  # cloudpickle pickles more types, and its errors say more
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
         self._start_over()
         return self._pickle_by_value(obj)
 
@@ -328,8 +325,7 @@ class Encoder:
         except (RpcError, MemoryError):
             raise
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
                 f"expected picklable values, found one of type {found} that can't be pickled: "
@@ -354,8 +350,7 @@ class Encoder:
         try:
             self._dump(self._by_value, obj)
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             return False
         return True
 

@@ -29,8 +29,6 @@ from zrpc.wire.tensor_reading import make_plain
 from zrpc.wire.tensors import TensorWriter, attributes_of
 from zrpc.wire.unpickling import decoder
 
-__all__ = ["REDUCERS", "Reducer", "packing", "reduce_method_by_value", "with_attributes"]
-
 Reducer = Callable[[Any], Any]
 
 _PROTOCOL = pickle.HIGHEST_PROTOCOL

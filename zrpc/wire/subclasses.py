@@ -20,8 +20,6 @@ from torch.utils._pytree import tree_leaves
 from zrpc.errors import SerializationError
 from zrpc.wire.reducers import packing
 
-__all__ = ["check_sendable", "reduce_in_graph"]
-
 _CLASSES = (torch.Tensor, torch.nn.Parameter)
 
 

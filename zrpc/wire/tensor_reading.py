@@ -29,8 +29,6 @@ from zrpc.wire.tensor_rows import (
 )
 from zrpc.wire.views import Relation
 
-__all__ = ["make_plain", "read_table"]
-
 _CPU = torch.device("cpu")
 
 

@@ -6,23 +6,6 @@ import pickle
 
 import torch
 
-__all__ = [
-    "CONJUGATE",
-    "DTYPES",
-    "META",
-    "NEGATIVE",
-    "PARAMETER",
-    "PLAIN_DTYPES",
-    "PLAIN_NUMBERS",
-    "REQUIRES_GRAD",
-    "WHOLE_FIELDS",
-    "Bytes",
-    "PlainRow",
-    "StorageRow",
-    "TensorRow",
-    "WholeRow",
-]
-
 # The dtypes of plain tensors. Messages contain their indices, so a new one goes to the end.
 PLAIN_DTYPES = (
     torch.float32,

@@ -43,8 +43,6 @@ from zrpc.wire.tensor_rows import (
 )
 from zrpc.wire.views import Relation, base_of, is_changeable, span_of
 
-__all__ = ["INLINE_BYTES", "TensorWriter", "attributes_of"]
-
 # Up to this size, bytes are part of the pickle or the table. Above it, a frame of its own costs
 # less than these copies.
 INLINE_BYTES = 32 * 1024

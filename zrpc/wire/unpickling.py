@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from zrpc.errors import SerializationError
-from zrpc.runtime.interrupts import raised_by_handler
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.wire.alignment import aligned
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.message import Message
 from zrpc.wire.tensor_reading import read_table
 from zrpc.wire.views import Relation, relate
-
-__all__ = ["Decoder", "decoder", "unpack_part"]
 
 # .decoder is the message that this thread unpacks, if any.
 _unpacking = threading.local()
@@ -83,8 +81,7 @@ class Decoder:
                 return _Fetching(self.message.body, ready, fetch).load()
             return pickle.loads(self.message.body, buffers=ready)
         except (AttributeError, ImportError) as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             raise self._unreadable(
                 f"{error}. Default RPC pickler does not serialize function code that can be "
                 "imported: ensure that functions and classes are defined in modules that both "
@@ -93,8 +90,7 @@ class Decoder:
         except MemoryError:
             raise
         except (Exception, SystemExit) as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             raise self._unreadable(
                 f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
             ) from error
@@ -159,6 +155,5 @@ class _Fetching(pickle.Unpickler):
             try:
                 return self._fetch(name)
             except Exception as error:
-                if raised_by_handler(error):
-                    raise
+                raise_if_of_handler(error)
                 raise lacking from error

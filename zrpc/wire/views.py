@@ -16,8 +16,6 @@ from torch.autograd.function import BackwardCFunction
 
 from zrpc.wire.extent import begin_of, end_of
 
-__all__ = ["Relation", "base_of", "is_changeable", "relate", "span_of"]
-
 # A view has few nodes. Above this number the walk has missed its base.
 _MAX_NODES = 64
 

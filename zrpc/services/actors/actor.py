@@ -12,7 +12,7 @@ from typing import Any
 from zrpc.actors import ActorLabel, ActorOptions
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
-from zrpc.calls.execution import ResultSink
+from zrpc.calls.result_sink import Called, ResultSink, SinkBefore
 from zrpc.functions import DEFERRAL, Deferral
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import end_with
@@ -20,40 +20,23 @@ from zrpc.services.actors.mailbox import Mailbox, Step
 from zrpc.services.actors.order import mailbox_is_full, was_stopped
 from zrpc.wire.message import Message
 
-__all__ = ["ActorSink", "do", "in_turn", "make_mailbox", "stop_within"]
-
 
 @dataclass(slots=True, eq=False)
-class ActorSink:
+class ActorSink(SinkBefore[ResultSink]):
     """Passes outcomes on, and then lets the next calls of the actor begin.
 
     An answer is packed before that: the next call may change what it refers to.
     """
 
     _mailbox: Mailbox
-    _sink: ResultSink
 
-    def defer(self, request: Message) -> None:
-        """Notes that the outcome comes later."""
-        self._sink.defer(request)
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
+    def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
         """Gives a call of a marked function to a service, which gives the outcome later.
 
         From then on the call doesn't count as one that runs: the next one may begin.
         """
-        self._sink.hand_over(request, deferral, call, sink or self)
+        self._sink.hand_over(request, first, mark, call)
         do(self._mailbox.end(request.scope))
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that a service has taken over, and that never begins."""
-        self._sink.refuse(request, error)
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of a call."""
@@ -113,7 +96,7 @@ def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
         limit,
         lambda mailbox: mailbox_is_full(mailbox.title, owner, limit),
     )
-    mailbox.sink = ActorSink(mailbox, agent.callee)
+    mailbox.sink = ActorSink(agent.callee, mailbox)
     return mailbox
 
 

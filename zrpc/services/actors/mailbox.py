@@ -34,8 +34,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-__all__ = ["BESIDE", "Mailbox", "Step", "Turn"]
-
 # What may be done now: to begin a call, or to refuse it.
 Step = Callable[[], None]
 # A series of the caller's, and the number in it.

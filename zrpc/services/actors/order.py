@@ -20,8 +20,6 @@ from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["CallOrder", "mailbox_is_full", "was_stopped"]
-
 _SENDING, _QUEUED = State.SENDING, State.QUEUED
 
 

@@ -11,10 +11,10 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ActorStats, Handler, Service
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import handler_name
+from zrpc.calls.result_sink import ResultSink, SinkBefore
 from zrpc.errors import RpcError
-from zrpc.functions import Deferral
 from zrpc.services.actors.actor import ActorSink, do
 from zrpc.services.actors.order import was_stopped
 from zrpc.services.rref.messages import RRefId, read_ids
@@ -23,8 +23,6 @@ from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["ActorService"]
 
 
 class ActorService(Service):
@@ -114,7 +112,7 @@ class ActorService(Service):
             follower(rref_id)
         by = self.agent.callees.describe(request.sender)
         error = was_stopped(mailbox.title, self.agent.worker_info.name, by)
-        sink = ActorSink(mailbox, _StopSink(callee, value, mailbox.stopped or error))
+        sink = ActorSink(_StopSink(callee, value, mailbox.stopped or error), mailbox)
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
         # If it fails while it waits for the end, it has stopped the actor nevertheless.
         do(mailbox.stop(error, (request, begin, partial(callee.answer_error, request))))
@@ -140,42 +138,23 @@ def _nothing() -> None:
 
 
 @dataclass(slots=True, eq=False)
-class _StopSink:
+class _StopSink(SinkBefore[ResultSink]):
     """Drops an actor once it is closed, and then answers who has stopped it.
 
     Args:
         error: of what is asked of the actor from then on.
     """
 
-    _callee: ResultSink
     _value: OwnedValue
     _error: BaseException
-
-    def defer(self, request: Message) -> None:
-        """Notes that ``close()`` has returned a future."""
-        self._callee.defer(request)
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
-        """Gives a ``close()`` that is marked to a service, which gives the outcome later."""
-        self._callee.hand_over(request, deferral, call, sink or self)
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of ``close()``, which nobody gets."""
         del value
         self._value.end(self._error)
-        self._callee.answer(request, None)
+        self._sink.answer(request, None)
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what ``close()`` has raised."""
         self._value.end(self._error)
-        self._callee.fail(request, error, report)
-
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a stop that never begins."""
-        self._callee.refuse(request, error)
+        self._sink.fail(request, error, report)

@@ -22,16 +22,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import INCARNATIONS, MemberId, incarnation_of, member_id_of, rank_of
 from zrpc.wire.message import Message
 
-__all__ = [
-    "PASS_LAYOUT",
-    "Contexts",
-    "creator_of",
-    "current_id",
-    "in_context",
-    "pass_fields",
-    "pass_name",
-]
-
 # What messages about a context or a pass say: context, pass, id of the send.
 PASS_LAYOUT = struct.Struct("<qQQ")
 

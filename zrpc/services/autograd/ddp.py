@@ -21,8 +21,6 @@ from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.torch_internals import has_process_group
 
-__all__ = ["in_use", "reduced_with", "watch"]
-
 # Guards the two that follow.
 _lock = free_in_child(UninterruptedLock())
 _watches = False

@@ -22,16 +22,6 @@ from zrpc.services.autograd.nodes import RECEIVE_NODE
 from zrpc.torch_internals import ACCUMULATE_NODE, rank_second_last, sequence_number
 from zrpc.wire.member_id import MemberId
 
-__all__ = [
-    "OF_ENDED_CONTEXT",
-    "Arrived",
-    "Origin",
-    "Sources",
-    "Tracer",
-    "UsedTensors",
-    "graph_freed",
-]
-
 # A message: its sender, and the number that the sender has given it.
 Origin = tuple[MemberId, int]
 

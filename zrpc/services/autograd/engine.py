@@ -49,8 +49,6 @@ from zrpc.torch_internals import (
     tensor_uses,
 )
 
-__all__ = ["check_roots", "must_run", "run"]
-
 # Guards the registration of hooks of nodes, so that each run sees which hooks are there.
 _hooks_lock = free_in_child(UninterruptedLock())
 

@@ -21,8 +21,6 @@ from zrpc.errors import RpcError
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 
-__all__ = ["GradLock", "Use"]
-
 # Guards what follows, and the attributes of all locks; notified of each change.
 _changed = free_in_child(threading.Condition(threading.Lock()))
 # The locks that are held, by the id of the leaf. A leaf lives as long as its lock.

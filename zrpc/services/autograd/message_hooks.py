@@ -27,8 +27,6 @@ from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["Crossing"]
-
 # Context, and id of the send; 0 if there are no tensors.
 _GRAPH_LAYOUT = struct.Struct("<qQ")
 # In place of the id of a send: the sender's context has ended. The reason is in place of the

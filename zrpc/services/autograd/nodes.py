@@ -34,23 +34,6 @@ from zrpc.torch_internals import (
 from zrpc.wire.devices import to_device
 from zrpc.wire.member_id import MemberId
 
-__all__ = [
-    "NO_GRADIENT",
-    "RECEIVE_NODE",
-    "Gradients",
-    "OwnHook",
-    "Receive",
-    "Run",
-    "Send",
-    "any_registered",
-    "append_wait",
-    "new_start",
-    "recorded",
-    "running",
-    "visit_accelerator",
-    "without_gaps",
-]
-
 Gradients = Sequence[torch.Tensor | None]
 
 # A gradient with gaps is sent without them if it has at most this number of elements.

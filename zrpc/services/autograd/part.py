@@ -33,8 +33,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId, rank_of
 from zrpc.wire.message import Message
 
-__all__ = ["Initiator", "Part", "Participant", "messages_lost", "worker_died"]
-
 # How long a pass waits for an accelerator to compute what other workers wait for. It fails after
 # that: if a node of the pass has failed meanwhile, torch's engine runs no more nodes, and does not
 # report that before this thread returns.

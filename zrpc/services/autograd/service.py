@@ -49,8 +49,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["AutogradService", "context_of_hook"]
-
 
 class AutogradService(Service, BackwardOfValue):
     """Plugs distributed autograd into an agent that has RRefs.

@@ -15,8 +15,6 @@ from zrpc.services.autograd.dependencies import Origin, Sources, Tracer, graph_f
 from zrpc.services.autograd.nodes import new_start
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ContextState", "Mailbox", "ReceivedMessage", "SentTensor"]
-
 
 class SentTensor(NamedTuple):
     """A tensor of the graph that this worker has sent.

@@ -12,14 +12,12 @@ from typing import Any
 from zrpc.batch_values import Columns, rows
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.current_device import device_of
-from zrpc.calls.execution import ResultSink
+from zrpc.calls.result_sink import Called, ResultSink
 from zrpc.functions import Batching, Deferral
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.wire.exceptions import copied
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
-
-__all__ = ["Batch", "BatchedCall"]
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +81,7 @@ class Batch:
         self.request.scope = _BatchScope([call.request.scope for call in calls])
         self.request.scope.mailbox = calls[0].request.scope.mailbox
 
-    def resolve(self) -> tuple[Any, Any, Any]:
+    def resolve(self) -> Called:
         """Returns the function, and the arguments of all calls; these let go of them."""
         first = self._calls[0]
         batching = first.batching
@@ -96,13 +94,7 @@ class Batch:
     def defer(self, request: Message) -> None:
         """Does nothing: the calls are deferred already."""
 
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
+    def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
         """Refuses a function that is marked twice."""
         raise TypeError(f"expected a function that is marked once, found {call[0]!r}")
 

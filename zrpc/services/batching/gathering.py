@@ -11,8 +11,6 @@ from __future__ import annotations
 from itertools import islice
 from typing import Generic, TypeVar
 
-__all__ = ["Gathering"]
-
 C = TypeVar("C")
 
 

@@ -17,7 +17,8 @@ from zrpc.batch_values import form_of
 from zrpc.calls.callee import TakeOver
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.current_device import current_device, device_of
-from zrpc.calls.execution import Execution, ResultSink
+from zrpc.calls.execution import Execution
+from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import Batching, Deferral
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -25,8 +26,6 @@ from zrpc.services.batching.batch import Batch, BatchedCall
 from zrpc.services.batching.gathering import Gathering
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
-
-__all__ = ["BatchingService"]
 
 
 class _Key(NamedTuple):

@@ -22,8 +22,6 @@ from zrpc.runtime.thread_pool import waiting
 from zrpc.services.debugger.prompt import Prompt
 from zrpc.services.debugger.service import DebuggerService
 
-__all__ = ["breakpoint", "post_mortem"]
-
 # Held by the thread of this process that is at a prompt; the others wait for their turn.
 _turn = free_in_child(threading.Lock())
 _PACKAGE = __name__.partition(".")[0]

@@ -16,8 +16,6 @@ from pathlib import Path
 from zrpc.runtime.thread_pool import waiting
 from zrpc.services.inspection.listener import peer_of
 
-__all__ = ["LAUNCHER", "SOCKET", "Prompt"]
-
 # The variable with the path of the launcher's socket, and the socket's name in a worker's own
 # private directory.
 LAUNCHER = "ZRPC_DEBUGGER"

@@ -24,8 +24,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["DebuggerService"]
-
 # Deadlines are postponed in ticks, of a tenth of a second each. With this they never come early.
 _HEADROOM_SECONDS = 0.25
 _STANDS, _GOES_ON = b"\1", b"\0"

@@ -13,8 +13,6 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.wire.kind import Tag
 from zrpc.wire.message import Message
 
-__all__ = ["DeviceService"]
-
 
 class DeviceService(Service, MessageHooks):
     """Makes a device the current one around each handler whose caller has a device map."""

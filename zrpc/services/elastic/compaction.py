@@ -33,8 +33,6 @@ from dataclasses import dataclass
 
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 
-__all__ = ["LogBounds"]
-
 
 @dataclass(frozen=True, slots=True)
 class LogBounds:

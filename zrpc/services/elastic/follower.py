@@ -34,8 +34,6 @@ from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.state import Change, MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ElasticMembership"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -26,8 +26,6 @@ from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.transport.address import is_alive
 from zrpc.transport.listener_probe import ListenerProbe
 
-__all__ = ["claim", "join_running"]
-
 
 def join_running(
     record: PeerRecord,

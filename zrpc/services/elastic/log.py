@@ -21,8 +21,6 @@ from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
 from zrpc.services.elastic.state import MembershipEvent, MembershipState
 
-__all__ = ["MembershipLog"]
-
 logger = logging.getLogger(__name__)
 
 # After this many reads that find nothing, a reader checks whether its place is still there.

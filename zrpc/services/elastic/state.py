@@ -39,8 +39,6 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
 from zrpc.wire.member_id import INCARNATIONS, NOBODY, RANKS, MemberId, member_id_of
 
-__all__ = ["Change", "MembershipEvent", "MembershipState", "Verb"]
-
 
 class Verb(Enum):
     """What an event is about."""

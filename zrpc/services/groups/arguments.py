@@ -15,8 +15,6 @@ from typing_extensions import override
 from zrpc.errors import RpcError
 from zrpc.wire.pickling import encoder, register_reducer
 
-__all__ = ["Each", "PerMember", "Share", "Split"]
-
 # Of these, one is as good as another, and as quickly packed as a reference to it.
 _ATOMS = (bool, int, float, complex, str, bytes, type(None))
 

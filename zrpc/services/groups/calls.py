@@ -18,8 +18,6 @@ from zrpc.services.groups.target import Deadline, Joining, Target
 from zrpc.services.streams.service import StreamService
 from zrpc.services.streams.stream import Stream
 
-__all__ = ["call_each", "make_each", "stream_each"]
-
 
 def call_each(
     agent: Agent,

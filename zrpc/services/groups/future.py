@@ -9,9 +9,7 @@ from typing_extensions import override
 
 from zrpc.calls.future import Future
 from zrpc.errors import GroupError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
-
-__all__ = ["GroupFuture"]
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler
 
 T = TypeVar("T")
 
@@ -89,8 +87,7 @@ class GroupFuture(Future[list[T]]):
                 try:
                     part.wait()
                 except Exception as error:
-                    if raised_by_handler(error):
-                        raise
+                    raise_if_of_handler(error)
         return super().wait()
 
     @override

@@ -15,8 +15,6 @@ from zrpc.services.groups.group import RRefGroup, WorkerGroup, names_that_match
 from zrpc.services.groups.service import GroupService
 from zrpc.services.rref.rref import RRef
 
-__all__ = ["gather"]
-
 
 def gather(
     agent: Agent, members: str | Iterable[Any], size: int | None, timeout: float, live: bool

@@ -23,8 +23,6 @@ from zrpc.services.streams.service import StreamService, checked_prefetch
 from zrpc.services.streams.stream import Stream
 from zrpc.wire.kind import Kind
 
-__all__ = ["Group", "RRefGroup", "WorkerGroup", "names_that_match"]
-
 M = TypeVar("M")
 T = TypeVar("T")
 

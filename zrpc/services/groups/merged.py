@@ -22,7 +22,7 @@ from zrpc.agent.agent import Agent
 from zrpc.calls.future_error import without_frames
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import GroupError
-from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler, uninterrupted
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler, uninterrupted
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.shared_call import Sharer
@@ -30,8 +30,6 @@ from zrpc.services.groups.target import Deadline, Joining, Target
 from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.source import Source, present_reader
 from zrpc.services.streams.stream import Stream
-
-__all__ = ["Merged", "merge"]
 
 
 class Merged(Source):
@@ -240,8 +238,7 @@ class Merged(Source):
         except StopIteration as end:
             value = end.value
         except Exception as failure:
-            if raised_by_handler(failure):
-                raise
+            raise_if_of_handler(failure)
             error = failure
         if self.sharer is not None and self.sharer.end(place, consumer):
             return False  # another member gets it

@@ -27,8 +27,6 @@ from zrpc.wire.parts import PartEncoder
 from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
-__all__ = ["Bodies"]
-
 
 class _Carried:
     """A part in the message to one member, which arrives as the object."""

@@ -16,8 +16,6 @@ from zrpc.wire.parts import PartEncoder
 from zrpc.wire.pickling import encoder, register_reducer
 from zrpc.wire.unpickling import decoder
 
-__all__ = ["Part"]
-
 
 class Part:
     """An object that is packed once for several members. It arrives as its blocks.

@@ -39,8 +39,6 @@ from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.unpickling import Decoder
 
-__all__ = ["RelayService"]
-
 # How long a member waits for the relay, which may stand still: a time, at most half of what is left
 # for the call, and one for each byte.
 _PATIENCE_SECONDS = 5.0

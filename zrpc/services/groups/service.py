@@ -20,8 +20,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["GroupService"]
-
 
 class GroupService(Service):
     """Plugs groups into an agent.

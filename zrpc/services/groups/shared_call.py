@@ -23,8 +23,6 @@ from zrpc.services.groups.packing import Bodies
 from zrpc.services.groups.sharing import Sharing
 from zrpc.services.groups.target import Deadline, Joining, Target
 
-__all__ = ["Sharer", "share_out"]
-
 
 class _SharedFuture(GroupFuture[Any]):
     """The future of all results, in the order of the items."""

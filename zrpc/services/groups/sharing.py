@@ -6,8 +6,6 @@ from collections import deque
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["Sharing"]
-
 M = TypeVar("M", bound=Hashable)
 
 

@@ -11,8 +11,6 @@ from zrpc.calls.caller import Caller
 from zrpc.errors import RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 
-__all__ = ["Deadline", "Joining", "Target"]
-
 # A call that is made within this time has the timeout of the whole: an error then says where that
 # comes from.
 _AT_ONCE_SECONDS = 0.001

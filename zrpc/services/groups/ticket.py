@@ -4,7 +4,5 @@ from __future__ import annotations
 
 import struct
 
-__all__ = ["NUMBER", "TICKET"]
-
 NUMBER = struct.Struct("<Q")  # of a part among its caller's
 TICKET = struct.Struct("<QQQ")  # the relay's member id, the number of the part, and its size

@@ -14,8 +14,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["WAITS", "ActorCircles"]
-
 # The question: what waits there, and for what?
 WAITS = "waits"
 

@@ -15,8 +15,6 @@ from zrpc.agent.agent import Agent
 from zrpc.transport.path_probe import PathProbe
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["BlackHoles"]
-
 logger = logging.getLogger(__name__)
 
 # When a path is looked at again.

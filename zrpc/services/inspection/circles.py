@@ -14,14 +14,12 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import RpcError, expecting
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.report import Report
 from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.services.inspection.wait_graph import Node, WaitGraph
 from zrpc.wire.member_id import MemberId
-
-__all__ = ["Circle", "CircleSearch"]
 
 _MAX_TEXT = 4000
 
@@ -61,18 +59,16 @@ class Circle(NamedTuple):
         return json.dumps(self).encode(errors="surrogatepass")
 
     @classmethod
+    @expecting("a circle of calls")
     def parse(cls, body: Buffer) -> Circle:
         """Reads what `dump` wrote.
 
         Raises:
             ProtocolError: the body is something else.
         """
-        try:
-            calls, text = json.loads(bytes(body))
-            found = [(MemberId(int(caller)), int(number)) for caller, number in calls]
-            return cls(found, str(text)[:_MAX_TEXT])
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"expected a circle of calls: {error}") from error
+        calls, text = json.loads(bytes(body))
+        found = [(MemberId(int(caller)), int(number)) for caller, number in calls]
+        return cls(found, str(text)[:_MAX_TEXT])
 
 
 class CircleSearch:

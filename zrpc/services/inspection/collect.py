@@ -33,8 +33,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["take_snapshot", "where_calls_stand"]
-
 # The thread that looks receives nothing meanwhile. So it looks at this number of requests at most,
 # and describes this number of them: the oldest.
 _MAX_REQUESTS = 1000

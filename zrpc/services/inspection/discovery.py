@@ -19,8 +19,6 @@ from zrpc.services.inspection.snapshot import Member, Snapshot
 from zrpc.transport.address import check_private, is_alive, private_directories
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Answer", "MeshView", "ask", "directories", "find_meshes", "meshes"]
-
 _EXITED = "its process has exited"
 _NOT_REACHED = "it is on another host, and did not answer the workers here in time"
 

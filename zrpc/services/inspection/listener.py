@@ -19,8 +19,6 @@ from pathlib import Path
 
 from zrpc.runtime.context_thread import ContextThread
 
-__all__ = ["NUMBERS", "OTHERS", "SELF", "SOCKET", "Listener", "peer_of"]
-
 logger = logging.getLogger(__name__)
 
 # The socket's name in the worker's private directory. Not longer than that of the socket for direct

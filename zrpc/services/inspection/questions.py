@@ -29,11 +29,9 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, expecting
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
-
-__all__ = ["Questions", "Standings", "dump_question", "read_question"]
 
 # A question names no more calls than this: the oldest.
 _MAX_CALLS = 1024
@@ -74,10 +72,8 @@ def _load(body: Buffer) -> Any:
     data = bytes(body)
     if len(data) > _MAX_BYTES:
         raise ProtocolError(f"expected at most {_MAX_BYTES} bytes about calls, found {len(data)}")
-    try:
+    with expecting("something about calls"):
         return json.loads(data)
-    except (ValueError, RecursionError) as error:
-        raise ProtocolError(f"expected something about calls: {error}") from error
 
 
 class Standings(NamedTuple):
@@ -103,6 +99,7 @@ class Standings(NamedTuple):
         return json.dumps(content, ensure_ascii=False).encode(errors="surrogatepass")
 
     @classmethod
+    @expecting("where calls stand")
     def parse(cls, body: Buffer) -> Standings:
         """Reads what `dump` wrote.
 
@@ -110,11 +107,8 @@ class Standings(NamedTuple):
             ProtocolError: the body is something else.
         """
         content = _load(body)
-        try:
-            calls = {int(each): str(text)[:_MAX_TEXT] for each, text in content["calls"].items()}
-            return cls(calls, str(content["load"])[:_MAX_TEXT])
-        except (TypeError, LookupError, AttributeError, ValueError) as error:
-            raise ProtocolError(f"expected where calls stand: {error}") from error
+        calls = {int(each): str(text)[:_MAX_TEXT] for each, text in content["calls"].items()}
+        return cls(calls, str(content["load"])[:_MAX_TEXT])
 
 
 _NOTHING = Standings({})

@@ -12,8 +12,6 @@ from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Snapshot
 from zrpc.wire.member_id import rank_of
 
-__all__ = ["ActorLoad", "FunctionRates", "PeerRates", "WorkerRates", "mesh_rates"]
-
 # `Snapshot.stats`.
 _Stats = Mapping[str, Any]
 

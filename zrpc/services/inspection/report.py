@@ -15,8 +15,6 @@ from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["Report", "stack_text"]
-
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
 # The files that run programs and handlers.
 _RUNNERS = (_ZRPC + "launch", os.path.join(_ZRPC, "calls", "execution.py"), threading.__file__)

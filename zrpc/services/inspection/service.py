@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
-from zrpc.errors import ProtocolError, RpcError
+from zrpc.errors import RpcError, expecting
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.services.inspection.actor_circles import WAITS, ActorCircles
 from zrpc.services.inspection.black_holes import BlackHoles
@@ -31,8 +31,6 @@ from zrpc.services.inspection.stuck import StuckCalls
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["InspectionService"]
 
 logger = logging.getLogger(__name__)
 
@@ -198,10 +196,8 @@ class InspectionService(Service):
             ProtocolError: the message is no question or answer.
         """
         body = bytes(message.body)
-        try:
+        with expecting("the number of a question"):
             number, way, ways, sent = _HEAD.unpack_from(body)
-        except struct.error as error:
-            raise ProtocolError(f"expected the number of a question: {error}") from error
         if way:
             self.agent.dispatcher.break_off(message.sender)
         if sent:

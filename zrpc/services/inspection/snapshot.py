@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from zrpc.wire.member_id import MemberId, rank_of
 
-__all__ = ["FORMAT", "Activity", "Actor", "Call", "Frame", "Member", "Pool", "Request", "Snapshot"]
-
 # Raised when the fields change.
 FORMAT = 6
 

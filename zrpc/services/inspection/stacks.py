@@ -48,8 +48,6 @@ from zrpc.services.streams.service import StreamService
 from zrpc.services.streams.source import Source
 from zrpc.wire.message import Message
 
-__all__ = ["activities", "requests_to_begin", "waiters_of"]
-
 _HERE = os.path.dirname(__file__) + os.sep
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
 _TORCH = os.path.dirname(torch.__file__) + os.sep

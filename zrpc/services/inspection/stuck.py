@@ -15,8 +15,6 @@ from zrpc.services.inspection.stacks import activities
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["StuckCalls"]
-
 logger = logging.getLogger("zrpc.inspection.stuck")
 
 # A warning also names calls that have waited for this part of the limit, so that calls which began

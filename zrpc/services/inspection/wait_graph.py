@@ -22,8 +22,6 @@ from typing import Any, Literal
 from zrpc.services.inspection.snapshot import Activity, Call, Request, Snapshot
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["Link", "Node", "WaitGraph"]
-
 
 @dataclass(frozen=True, slots=True)
 class Node:

@@ -15,8 +15,6 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.stats import Stats, take_stats
 
-__all__ = ["make_registry"]
-
 _Kind = type[_Counter] | type[_Gauge]
 # The label of the rows of a table, and the attribute of the stats that is the table.
 _CALLS, _HANDLERS = ("function", "calls"), ("function", "handlers")

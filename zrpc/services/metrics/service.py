@@ -18,8 +18,6 @@ from zrpc.membership.init_method import own_variable
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
-__all__ = ["MetricsService", "metrics_address"]
-
 logger = logging.getLogger(__name__)
 
 METRICS_PORT = "ZRPC_METRICS_PORT"

@@ -24,8 +24,6 @@ from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
 
-__all__ = ["find_named", "make_named"]
-
 _MAX_NAME = 1024
 
 

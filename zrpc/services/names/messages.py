@@ -5,26 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import expecting
 from zrpc.wire.member_id import NOBODY, MemberId
-
-__all__ = [
-    "NO_BALLOT",
-    "Ask",
-    "Ballot",
-    "Collect",
-    "Free",
-    "Grant",
-    "Held",
-    "Holder",
-    "Lose",
-    "NameMessage",
-    "Naming",
-    "Refuse",
-    "Report",
-    "dump",
-    "parse",
-]
 
 
 class Ballot(NamedTuple):
@@ -134,18 +116,16 @@ class Naming(NamedTuple):
         return json.dumps(self).encode()
 
     @classmethod
+    @expecting("the name of an actor")
     def parse(cls, data: bytes) -> Naming:
         """Reads what `pack` has written.
 
         Raises:
             ProtocolError: it is something else.
         """
-        try:
-            name, what, actor, past, restarts = json.loads(data)
-            holder = _holder_or_none(past)
-            return cls(str(name), str(what), bool(actor), holder, bool(restarts))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise ProtocolError(f"expected the name of an actor: {error}") from error
+        name, what, actor, past, restarts = json.loads(data)
+        holder = _holder_or_none(past)
+        return cls(str(name), str(what), bool(actor), holder, bool(restarts))
 
 
 NameMessage = Ask | Held | Free | Collect | Report | Refuse | Lose
@@ -157,17 +137,15 @@ def dump(message: NameMessage) -> bytes:
     return json.dumps([_KINDS.index(type(message)), *message]).encode()
 
 
+@expecting("a message about names")
 def parse(data: bytes | bytearray | memoryview) -> NameMessage:
     """Reads a message that `dump` has written.
 
     Raises:
         ProtocolError: it is something else.
     """
-    try:
-        kind, *fields = json.loads(bytes(data))
-        return _read(_KINDS[kind], fields)
-    except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise ProtocolError(f"expected a message about names: {error}") from error
+    kind, *fields = json.loads(bytes(data))
+    return _read(_KINDS[kind], fields)
 
 
 def _read(kind: type[NameMessage], fields: list[Any]) -> NameMessage:

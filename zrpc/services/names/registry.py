@@ -63,8 +63,6 @@ from zrpc.services.names.messages import (
 )
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["NameRegistry"]
-
 
 class NameRegistry:
     """One worker's part: as asker, as holder, and as arbiter if it is.

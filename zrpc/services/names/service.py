@@ -18,7 +18,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, of_lost_message
+from zrpc.errors import WorkerDied, expecting, has_shut_down, of_lost_message
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
@@ -30,8 +30,6 @@ from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["NameService"]
 
 Follower = Callable[[Holder, bool], object]
 
@@ -305,12 +303,10 @@ class NameService(Service, MessageHooks):
             self.agent.outbox.post(maker, Message(Kind.NAMED, body=body))
 
     def _on_named(self, message: Message) -> None:
-        try:
+        with expecting("who has a name"):
             (created_on, local_id), holder = json.loads(bytes(message.body))
             rref_id = RRefId(MemberId(int(created_on)), int(local_id))
             holder = holder and Holder(MemberId(int(holder[0])), int(holder[1]))
-        except (ValueError, TypeError, LookupError, RecursionError) as error:
-            raise ProtocolError(f"expected who has a name: {error}") from error
         self._on_outcome(rref_id, holder)
 
     def _on_outcome(self, rref_id: RRefId, holder: Holder | None) -> None:

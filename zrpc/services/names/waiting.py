@@ -13,8 +13,6 @@ from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import NOBODY, MemberId
 
-__all__ = ["Deadline", "Waiting"]
-
 T = TypeVar("T")
 
 

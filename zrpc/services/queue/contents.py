@@ -14,8 +14,6 @@ from typing import Any
 
 from zrpc.errors import QueueClosed
 
-__all__ = ["Contents", "Item", "Waiter", "nothing"]
-
 
 @dataclass(slots=True, eq=False)
 class Item:

@@ -18,8 +18,6 @@ from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.queue.contents import Contents, Item, Waiter
 from zrpc.services.queue.size import measure
 
-__all__ = ["Queue", "QueueCall", "late"]
-
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -28,8 +28,9 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import TakeOver
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.pending_call import NEVER
+from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import QueueClosed, RpcError
 from zrpc.functions import Deferral
 from zrpc.services.queue.contents import Item, Waiter, nothing
@@ -38,8 +39,6 @@ from zrpc.services.queue.size import measure
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["QueueService"]
 
 # After all workers have called ``shutdown``, calls that wait end once no item has come for this
 # time: those that are on their way still count.

@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Measure", "measure"]
-
 _PLAIN = (int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _BYTES = (bytes, bytearray, str)
 # What an object occupies beside its contents, in bytes, roughly.

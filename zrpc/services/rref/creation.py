@@ -19,8 +19,6 @@ from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 
-__all__ = ["Creation", "error_of_creation"]
-
 
 class _State(Enum):
     """What a creation counts for. The owner itself has no fork: it counts the call as a handle."""

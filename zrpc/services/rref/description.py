@@ -9,8 +9,6 @@ if TYPE_CHECKING:
     from zrpc.services.actors.order import CallOrder
     from zrpc.services.rref.messages import ForkId, RRefId
 
-__all__ = ["Described"]
-
 
 class Described:
     """The base of RRef that describes it."""

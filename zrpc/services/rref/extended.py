@@ -11,8 +11,6 @@ from typing_extensions import Unpack
 from zrpc.calls.call_options import CallOptions
 from zrpc.membership.worker_info import WorkerInfo
 
-__all__ = ["BackwardOfValue", "Call", "MakesStreams", "Resolve"]
-
 # A function, its arguments and its keyword arguments; and what returns them.
 Call = tuple[Any, Any, Any]
 Resolve = Callable[[], Call]

@@ -12,8 +12,6 @@ from zrpc.wire.kind import Tag
 from zrpc.wire.pickling import encoder
 from zrpc.wire.unpickling import decoder
 
-__all__ = ["reduce_rref"]
-
 
 def reduce_rref(rref: Any) -> Any:
     """Returns how an RRef is pickled in the message that is being packed."""

@@ -11,20 +11,6 @@ from typing import NamedTuple
 from zrpc.errors import ProtocolError
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
-__all__ = [
-    "FORK_SIZE",
-    "NO_FORK",
-    "Fork",
-    "ForkId",
-    "GloballyUniqueId",
-    "RRefId",
-    "ReferenceMessage",
-    "Verb",
-    "pack_id",
-    "pack_ids",
-    "read_ids",
-]
-
 _LAYOUT = struct.Struct("<BQIQIQIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size

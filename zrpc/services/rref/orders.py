@@ -42,8 +42,6 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-__all__ = ["ActorOrders", "HasOrders"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -65,8 +65,6 @@ from zrpc.services.rref.messages import (
 )
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["References"]
-
 # A user remembers this many ended forks, in case the message with one of them comes again.
 _ENDED_REMEMBERED = 64
 

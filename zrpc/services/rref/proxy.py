@@ -8,8 +8,6 @@ from typing import Any, Generic, TypeVar
 
 from zrpc.services.rref.value import ITSELF
 
-__all__ = ["Proxy"]
-
 R = TypeVar("R")
 
 # The special methods that a program calls through a proxy: those of Python's operators, containers,

@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from zrpc.calls.future import Future
     from zrpc.services.streams.stream import Stream
 
-__all__ = ["PyRRef", "RRef", "plug_in"]
-
 T = TypeVar("T")
 
 

@@ -16,9 +16,10 @@ from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob, ResultSink
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
+from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import (
     OwnerDied,
     has_shut_down,
@@ -46,8 +47,6 @@ from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-__all__ = ["RRefService"]
 
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
 _MAX_BATCH_LENGTH = 256
@@ -264,7 +263,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         ready = value.ready  # before the mailbox, which is set first: else one may be overlooked
         mailbox = value.mailbox
         if mailbox is not None:
-            own = mailbox.sink if sink is self.agent.callee else ActorSink(mailbox, sink)
+            own = mailbox.sink if sink is self.agent.callee else ActorSink(sink, mailbox)
             begin = partial(self.agent.callee.on_call, request, own, resolve)
             scope.mailbox = mailbox
             method = method_in(request.body) if mailbox.beside else ""

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.actors import ActorLabel, options_of
 from zrpc.agent.current import current_agent
+from zrpc.calls.callee import Callee
 from zrpc.calls.function_names import handler_name, name_of_function
+from zrpc.calls.result_sink import SinkBefore
 from zrpc.errors import (
     RemoteError,
     RpcError,
@@ -25,15 +27,10 @@ from zrpc.wire.exceptions import copied, set_cause, traceback_of
 from zrpc.wire.message import Message
 
 if TYPE_CHECKING:
-    from zrpc.calls.callee import Callee
     from zrpc.calls.cancel_scope import CancelScope
-    from zrpc.calls.execution import ResultSink
-    from zrpc.functions import Deferral
     from zrpc.services.actors.mailbox import Mailbox
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
-
-__all__ = ["ITSELF", "READY", "MethodCheck", "OwnedValue", "ValueSink"]
 
 # In the place of a method's name: the value itself is called.
 ITSELF = "__call__"
@@ -180,40 +177,25 @@ class MethodCheck:
 
 
 @dataclass(slots=True, eq=False)
-class ValueSink:
+class ValueSink(SinkBefore[Callee]):
     """Keeps the outcome of an execution as a value here, and answers the caller without it.
 
     Args:
         adopt: makes an actor of a value whose class, or what has made it, is marked.
     """
 
-    _callee: Callee
     _value: OwnedValue
     _adopt: Callable[[OwnedValue, Any, Any], None]
-
-    def defer(self, request: Message) -> None:
-        """Notes that the outcome comes later."""
-        self._callee.defer(request)
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
-        """Gives a call of a marked function to a service, which gives the outcome later."""
-        self._callee.hand_over(request, deferral, call, sink or self)
 
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
         if isinstance(value, _GENERATORS):  # here, since the owner itself could read it
             self.fail(request, _no_value(value))
             return
-        self._callee.count(request)  # before anyone has the value
+        self._sink.count(request)  # before anyone has the value
         self._adopt(self._value, value, request.scope.function)
         self._value.set(value)
-        self._callee.answer(request, None)
+        self._sink.answer(request, None)
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes what the function has raised."""
@@ -221,12 +203,12 @@ class ValueSink:
         try:
             if report:
                 # A worker that uses the value gets the error, but perhaps none does.
-                self._callee.report_failure(error, handler_name(request))
+                self._sink.report_failure(error, handler_name(request))
         finally:  # also if it can't be logged
-            self._callee.count(request, error)
+            self._sink.count(request, error)
             called = request.scope.function is not None
             self._value.set(error=raised_by_function(error) if called else error)
-            self._callee.answer(request, None)
+            self._sink.answer(request, None)
 
     def _name_actor(self, function: Any, error: BaseException) -> None:
         """Notes in the error of a constructor which actor it was to make, and on which worker."""
@@ -238,7 +220,7 @@ class ValueSink:
     def refuse(self, request: Message, error: BaseException) -> None:
         """Takes the error of a call that never begins."""
         self._value.set(error=raised_again(error) if isinstance(error, RpcError) else error)
-        self._callee.answer(request, None)
+        self._sink.answer(request, None)
 
 
 def _no_value(generator: Any) -> SerializationError:

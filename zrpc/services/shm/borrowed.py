@@ -19,8 +19,6 @@ from zrpc.services.shm.segments import MAX_SEGMENTS
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.page_locks import MappedMemory, page_locks
 
-__all__ = ["MAX_KNOWN", "Loan", "Loans"]
-
 # The maximum of one owner, each with a descriptor. It has fewer segments at a time, and the last
 # may have come before it is heard that earlier ones are closed.
 MAX_KNOWN = 2 * MAX_SEGMENTS

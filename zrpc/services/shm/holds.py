@@ -12,8 +12,6 @@ from typing import Any
 from zrpc.services.shm.records import read_records
 from zrpc.services.shm.segments import Segment
 
-__all__ = ["Holds", "Share"]
-
 
 @dataclass(slots=True, eq=False)
 class Share:

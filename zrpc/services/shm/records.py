@@ -6,8 +6,6 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 
-__all__ = ["NOTE", "Place", "Verb", "read_records", "record"]
-
 Place = tuple[int, int]  # offset and size of a buffer
 
 NOTE = struct.Struct("<BQ")  # verb, number of the segment

@@ -31,8 +31,6 @@ from typing import Any
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.page_locks import MappedMemory, page_locks
 
-__all__ = ["MAX_SEGMENTS", "Segment", "SegmentPool", "aligned"]
-
 # Messages that use a segment are larger anyway; smaller segments would waste descriptors.
 _MIN_SEGMENT_BYTES = 1 << 17
 _ALIGNMENT_BYTES = 64

@@ -38,8 +38,6 @@ from zrpc.wire.message import Message
 from zrpc.wire.page_locks import page_locks
 from zrpc.wire.pickling import Encoder
 
-__all__ = ["SharedMemoryService"]
-
 # Messages whose large buffers are smaller than this in all go by frames: finding and returning a
 # segment costs more than copying the bytes through a socket. Measured, there and back: 128 KiB take
 # 150 us by a segment and 120 us by a direct connection, 250 KiB the same by both.

@@ -24,8 +24,6 @@ from zrpc.errors import ProtocolError
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["Credit", "dump_batch", "dump_numbers", "parse_head", "parts_of", "read_numbers"]
-
 _NUMBER = struct.Struct("<Q")
 _HEAD = struct.Struct("<QQ")
 _PART = struct.Struct("<III")

@@ -20,7 +20,7 @@ from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
 from zrpc.runtime.interrupts import (
     UninterruptedLock,
-    raised_by_handler,
+    raise_if_of_handler,
     run_interruptibly,
     uninterrupted,
 )
@@ -30,8 +30,6 @@ from zrpc.services.streams.inflow import Inflow
 from zrpc.services.streams.source import Source, present_reader
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
-
-__all__ = ["Consumer"]
 
 T = TypeVar("T")
 
@@ -288,8 +286,7 @@ class Consumer(Source):
                 else:
                     values.append(unpack(part))
         except Exception as error:
-            if raised_by_handler(error):
-                raise
+            raise_if_of_handler(error)
             return error
         return None
 

@@ -16,8 +16,6 @@ from zrpc.errors import ProtocolError
 from zrpc.services.streams.batches import Credit, parse_head
 from zrpc.wire.message import Message
 
-__all__ = ["Inflow"]
-
 
 class Inflow:
     """What the consumer of one stream has. For one thread at a time.

@@ -20,8 +20,6 @@ from typing import Any
 from zrpc.services.streams.batches import Credit
 from zrpc.wire.message import Message
 
-__all__ = ["Outflow", "Step"]
-
 _MAX_BATCH_BYTES = 1 << 16
 # What an item takes beside its own bytes.
 _ITEM_BYTES = 64

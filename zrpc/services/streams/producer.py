@@ -38,8 +38,6 @@ from zrpc.services.streams.outflow import Outflow, Step
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
-__all__ = ["AsyncProducer", "PlainProducer", "Producer"]
-
 logger = logging.getLogger(__name__)
 
 _GO = Step.GO  # looked up once, as an enum takes long for it

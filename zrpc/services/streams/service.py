@@ -24,10 +24,11 @@ from typing_extensions import Unpack, override
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.call_options import CallOptions
-from zrpc.calls.execution import ResultSink
+from zrpc.calls.callee import Callee
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
 from zrpc.calls.pending_call import PendingCall
+from zrpc.calls.result_sink import Called, ResultSink, SinkBefore
 from zrpc.errors import (
     NotInitializedError,
     OptionError,
@@ -49,8 +50,6 @@ from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import register_reducer
-
-__all__ = ["StreamService", "checked_prefetch"]
 
 # Once all workers have called shutdown, a stream that nobody has read for this time is closed.
 _UNREAD_SECONDS = 1.0
@@ -134,7 +133,7 @@ class StreamService(Service, MakesStreams):
     # -- the callee ------------------------------------------------------------------------
 
     def _on_stream(self, request: Message) -> None:
-        sink = _EndSink(self)
+        sink = _EndSink(self.agent.callee, self)
         if Tag.SUBJECT in (request.attachments or ()):
             rrefs = self.agent.service(RRefService)
             rrefs.run_method(request, sink, partial(self._resolve, request))
@@ -266,18 +265,14 @@ class StreamService(Service, MakesStreams):
 
 
 @dataclass(slots=True, eq=False)
-class _EndSink:
+class _EndSink(SinkBefore[Callee]):
     """Answers the request of a stream, once, when its generator has ended."""
 
     _service: StreamService
 
-    def defer(self, request: Message) -> None:
-        """Notes that the generator has begun."""
-        self._service.agent.callee.defer(request)
-
     def answer(self, request: Message, value: Any) -> None:
         """Takes the end of the generator."""
-        producer, callee = self._service.take_producer(request), self._service.agent.callee
+        producer, callee = self._service.take_producer(request), self._sink
         if producer is None:  # the value of a plain function; or this worker has closed meanwhile
             callee.answer(request, value)
             return
@@ -290,22 +285,12 @@ class _EndSink:
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes an error of the call itself: there is no generator."""
         self._service.take_producer(request)
-        self._service.agent.callee.fail(request, error, report)
+        self._sink.fail(request, error, report)
 
-    def refuse(self, request: Message, error: BaseException) -> None:
-        """Takes the error of a call that never begins."""
-        self._service.agent.callee.refuse(request, error)
-
-    def hand_over(
-        self,
-        request: Message,
-        deferral: Deferral,
-        call: tuple[Any, Any, Any],
-        sink: ResultSink | None = None,
-    ) -> None:
+    def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
         """Takes a function that a service calls later, and that is no generator."""
         if _may_be_plain(request):
-            self._service.agent.callee.hand_over(request, deferral, call, sink or self)
+            self._sink.hand_over(request, first, mark, call)
             return
         self.fail(request, TypeError(f"expected a generator for rpc_stream, found {call[0]!r}"))
 

@@ -15,8 +15,6 @@ from typing import Any
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.runtime.event_loop import running_loop
 
-__all__ = ["Source", "present_reader"]
-
 
 class Source(ABC):
     """The items of one or of several generators. Any thread may call its methods.

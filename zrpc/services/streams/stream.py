@@ -9,8 +9,6 @@ from zrpc.errors import RpcError
 from zrpc.runtime import garbage_collector
 from zrpc.services.streams.source import Source
 
-__all__ = ["Stream"]
-
 R = TypeVar("R")
 
 

@@ -21,8 +21,6 @@ from zrpc.calls.recorder import NO_PARENT, CallRecord, HandlerRecord, MessageRec
 from zrpc.services.tracing.clock import Clocks, Offset
 from zrpc.services.tracing.worker_trace import WorkerTrace
 
-__all__ = ["chrome_trace"]
-
 Event = dict[str, Any]
 
 # A message is an instant. It is shown with this length, so that arrows can begin and end there. No

@@ -18,8 +18,6 @@ import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Clocks", "Offset"]
-
 
 class Offset(NamedTuple):
     """How far a clock is ahead of another one, and how far off that may be, in seconds."""

@@ -30,8 +30,6 @@ from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
 from zrpc.wire.kind import Kind, Tag
 
-__all__ = ["DEFAULT_RECORDS", "DIRECTORY", "MERGED", "TracingService", "merge", "trace_mesh"]
-
 logger = logging.getLogger(__name__)
 
 # Some 30 MB at each worker.

@@ -21,8 +21,6 @@ from zrpc.calls.recorder import (
     SpanRecord,
 )
 
-__all__ = ["ENDED", "RUNNING", "PartWriter", "WorkerTrace"]
-
 logger = logging.getLogger(__name__)
 
 # The ends of the names of a worker's files: while it runs, the older half of that, and when it has

@@ -10,8 +10,6 @@ from zrpc.calls.future import Future
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.weights.versions import Answer, Version, Versions
 
-__all__ = ["HostCopy"]
-
 
 class HostCopy:
     """Gets a version once, however many readers on this host ask for it.

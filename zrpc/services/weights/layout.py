@@ -10,8 +10,6 @@ import torch
 
 from zrpc.errors import RpcError
 
-__all__ = ["Layout", "Model", "tensors_of"]
-
 # What can be published, and loaded: a module, or tensors by name.
 Model = torch.nn.Module | Mapping[str, torch.Tensor]
 

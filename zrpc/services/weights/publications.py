@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["BLOCK", "Publication", "PublicationId", "Publications"]
-
 # Also at a thousand versions a second, they last for thirty years.
 BLOCK = 10**12
 

@@ -15,8 +15,6 @@ from zrpc.services.weights.service import WeightsService
 from zrpc.services.weights.versions import Version, Versions
 from zrpc.wire.page_locks import page_locks
 
-__all__ = ["Publisher", "publish"]
-
 
 class Publisher:
     """Publishes versions of a model under a name; `zrpc.nn.publish` returns it.

@@ -35,8 +35,6 @@ from zrpc.services.weights.versions import Answer, Versions
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["WeightsService"]
-
 T = TypeVar("T")
 
 # For how long nothing was pushed or asked for, before waits end with the mesh.

@@ -19,8 +19,6 @@ from zrpc.services.weights.publications import Publication, PublicationId
 from zrpc.services.weights.service import WeightsService
 from zrpc.wire.page_locks import page_locks
 
-__all__ = ["Subscriber", "subscribe"]
-
 
 class _Held(NamedTuple):
     """The version that a subscriber has."""

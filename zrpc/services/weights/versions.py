@@ -12,8 +12,6 @@ from zrpc.calls.future import Future
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.weights.layout import Layout
 
-__all__ = ["Answer", "Version", "Versions"]
-
 
 class Version(NamedTuple):
     """One version: its number, what is where in it, and all its bytes."""

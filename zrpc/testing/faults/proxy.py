@@ -23,8 +23,6 @@ from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
 from zrpc.transport.identity import HEARTBEAT_LETTER, identity_of
 
-__all__ = ["Disturbance", "Relays"]
-
 _READ_BYTES = 1 << 18
 # A connection that holds back this much is no longer read.
 _MAX_HELD_BYTES = 1 << 28

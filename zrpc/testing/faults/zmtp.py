@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["GREETING", "Splitter", "Unit"]
-
 GREETING = 64
 _MORE, _LONG, _COMMAND = 1, 2, 4
 _READY = b"\x05READY"
