@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 import zrpc as rpc
 from tests.support.handled import signal_handlers
 from tests.support.observed import stats_of
-from tests.support.steps import at_entry, at_step, some_steps
+from tests.support.steps import SHARES, at_entry, at_step, some_steps
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, local_mesh
@@ -161,6 +162,12 @@ def handle() -> Iterator[Callable[[Callable[[], object]], None]]:
         yield lambda function: handle(lambda *_: function())
 
 
+@pytest.fixture(params=range(SHARES))
+def steps_of(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
+    """Returns the steps of a piece of work at which this test interrupts it."""
+    return partial(some_steps, share=request.param)
+
+
 def send() -> None:
     signal.raise_signal(signal.SIGUSR1)
 
@@ -172,7 +179,9 @@ def settles(mesh: Mesh) -> bool:
 
 
 @each_work
-def test_a_handler_makes_calls_at_any_step(mesh: Mesh, handle: Any, work: Any) -> None:
+def test_a_handler_makes_calls_at_any_step(
+    mesh: Mesh, handle: Any, steps_of: Any, work: Any
+) -> None:
     answered = []
 
     def call() -> None:
@@ -181,7 +190,7 @@ def test_a_handler_makes_calls_at_any_step(mesh: Mesh, handle: Any, work: Any) -
         answered.append(True)
 
     handle(call)
-    for number in some_steps(work):
+    for number in steps_of(work):
         answered.clear()
         with at_step(number, send) as steps:
             work()
@@ -195,7 +204,7 @@ class Interruption(Exception):
 
 @each_work
 def test_what_a_handler_raises_at_any_step_passes_unchanged(
-    mesh: Mesh, handle: Any, work: Any
+    mesh: Mesh, handle: Any, steps_of: Any, work: Any
 ) -> None:
     """The next call is as good as the first, and nothing of the interrupted one is left."""
     raised: list[Interruption] = []
@@ -205,7 +214,7 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
         raise raised[0]
 
     handle(fail)
-    for number in some_steps(work):
+    for number in steps_of(work):
         found = None
         with at_step(number, send) as steps:
             try:
@@ -222,17 +231,20 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
 @pytest.mark.parametrize("work", WORK)
-def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_no_memory_or_stack_for_a_function_in_a_thread(
+    mesh: Mesh, steps_of: Any, work: Any, error: type[Exception]
+) -> None:
     """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
 
     def fail() -> None:
-        raise MemoryError
+        raise error
 
     def in_a_thread(number: int) -> None:
         with mesh.agent(0).as_current(), contextlib.suppress(Exception), at_entry(number, fail):
             work()
 
-    for number in some_steps(work, at=at_entry):
+    for number in steps_of(work, at=at_entry):
         thread = threading.Thread(target=in_a_thread, args=(number,), daemon=True)
         thread.start()
         thread.join(SOON)
@@ -244,7 +256,7 @@ def test_no_memory_for_a_function_in_a_thread(mesh: Mesh, work: Any) -> None:
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
 @pytest.mark.parametrize("prefetch", [1, 2, 8])
 def test_a_stream_loses_no_item_by_what_a_handler_raises_at_any_step(
-    mesh: Mesh, handle: Any, prefetch: int
+    mesh: Mesh, handle: Any, steps_of: Any, prefetch: int
 ) -> None:
     def fail() -> None:
         raise Interruption
@@ -254,7 +266,7 @@ def test_a_stream_loses_no_item_by_what_a_handler_raises_at_any_step(
         assert [next(stream) for _ in range(12)] == list(range(12))
 
     handle(fail)
-    for number in some_steps(whole):
+    for number in steps_of(whole):
         found: list[int] = []
         with rpc.rpc_stream(1, numbers, (12,), prefetch=prefetch) as stream:
             with at_step(number, send) as steps:

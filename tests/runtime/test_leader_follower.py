@@ -84,6 +84,29 @@ def test_one_caller_sits_at_a_time() -> None:
     io.leave()
 
 
+def test_leaving_gives_back_the_seat_of_the_own_thread_only() -> None:
+    """A caller leaves also if an exception came as it sat down, and again if one came meanwhile."""
+    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, lambda: None)
+    others = []
+
+    def try_to_sit() -> None:
+        others.append(io.sit())
+        io.leave()
+
+    def try_in_a_thread() -> bool:
+        thread = threading.Thread(target=try_to_sit)
+        thread.start()
+        thread.join()
+        return others.pop()
+
+    assert io.sit()
+    assert not try_in_a_thread()
+    assert not try_in_a_thread()
+    io.leave()
+    io.leave()
+    assert try_in_a_thread()
+
+
 def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:
     desk.pool = HandlerPool(2, "test-worker")
     go_on = threading.Event()

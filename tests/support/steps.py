@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import itertools
 import linecache
 import os
 import random
@@ -17,7 +16,7 @@ from typing import Any
 
 import zrpc
 
-__all__ = ["Steps", "at_entry", "at_step", "count_steps", "interrupt", "some_steps"]
+__all__ = ["SHARES", "Steps", "at_entry", "at_step", "count_steps", "interrupt", "some_steps"]
 
 _ROOT = Path(zrpc.__file__).parent
 _COUNTED = f"{_ROOT}{os.sep}"
@@ -26,6 +25,8 @@ _NOT_COUNTED = f"{_ROOT / 'testing'}{os.sep}"
 
 # How many steps of a piece of work `some_steps` draws.
 _STEPS = int(os.environ.get("ZRPC_STEPS", "40"))
+# Into how many tests they are divided, since each test has a limit.
+SHARES = 1 if _STEPS < 1000 else 16
 
 
 class Steps:
@@ -128,10 +129,13 @@ def count_steps(work: Callable[[], object], at: Any = at_step) -> int:
     return count
 
 
-def some_steps(work: Callable[[], object], seed: int = 0, at: Any = at_step) -> Iterator[int]:
-    """Yields steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all."""
-    total = count_steps(work, at)
-    if total <= _STEPS:
-        yield from itertools.chain(range(1, total + 1))
-    else:
-        yield from sorted(random.Random(seed).sample(range(1, total + 1), _STEPS))
+def some_steps(
+    work: Callable[[], object], share: int | None = None, at: Any = at_step
+) -> list[int]:
+    """Returns steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all.
+
+    If ``share`` is a number, of these one of `SHARES` equal shares.
+    """
+    steps = range(1, count_steps(work, at) + 1)
+    some = steps if len(steps) <= _STEPS else sorted(random.Random(0).sample(steps, _STEPS))
+    return list(some if share is None else some[share::SHARES])

@@ -121,11 +121,13 @@ class Receiver:
         begun = time.monotonic()
         self._awaited, self._awaited_since = gate if own_calls is None else None, begun
         # With little room on the stack, messages that are read already would be lost.
-        if self._threads.turn_ident or stack_is_full() or not self._threads.sit():
+        if self._threads.turn_ident or self._threads.seat._is_owned() or stack_is_full():
             return
-        self._awaited = None  # this thread receives it itself
-        end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
         try:
+            if not self._threads.sit():
+                return
+            self._awaited = None  # this thread receives it itself
+            end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
             while gate.locked() and time.monotonic() < end:
                 self._turn(end)
         finally:

@@ -191,12 +191,12 @@ class PendingCalls:
         Returns:
             The call; None if it isn't in the table, or no longer: then another thread settles it.
         """
+        ready: Sequence[PendingCall] = ()
         with self._lock:
-            call = self.by_id.pop(call_id, None)
+            call = self.by_id.get(call_id)
             if call is None:
                 return None
-            window = call.window
-            ready: Sequence[PendingCall] = ()
+            window, call.window = call.window, None
             if window is not None:
                 if call.state is _SENDING:
                     window.used -= call.size
@@ -204,10 +204,11 @@ class PendingCalls:
                     ready = self._let_in(window, call)
                 elif not window.used and window.caller is not None:  # it may not call any more
                     del self._windows[window.peer, window.caller]
-            call.state = _SETTLED if call.state is _SENDING else _UNSENT
             handed = call.follower is not None and bool(call.waiters)
             if handed:
                 self.handed.add(weakref.ref(call, self.handed.discard))
+            call.state = _SETTLED if call.state is _SENDING else _UNSENT
+            del self.by_id[call_id]  # last: if anything fails, the call is still in the table
         if type(outcome) is Message:
             failed = outcome.kind == _ERROR
         else:

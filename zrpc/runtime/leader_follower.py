@@ -37,6 +37,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
@@ -75,6 +76,7 @@ class LeaderFollower:
     Attributes:
         turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
             rests or is in a job, another thread may sit.
+        seat: held by the thread that receives.
 
     All methods may be called from any thread.
     """
@@ -88,6 +90,8 @@ class LeaderFollower:
     ) -> None:
         self._turn = turn
         self._interrupt = interrupt
+        # It knows its owner: an exception that is set in a thread may come as soon as it is taken.
+        self.seat: Any = threading.RLock()
         self._threads = [ContextThread(context, f"{name}-{i}", self._serve, (i,)) for i in range(2)]
         # Guards what follows, up to the gates.
         self._lock = threading.Lock()
@@ -111,9 +115,8 @@ class LeaderFollower:
         self.turn_ident = 0
         self._rest_until = 0.0
         self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
-        # Held by the thread that receives. Another thread than the leader writes these two while it
-        # holds the seat: its ident, and how often others took the seat.
-        self._seat = threading.Lock()
+        # Another thread than the leader writes these two while it holds the seat: its ident, and
+        # how often others took the seat.
         self._sitter_ident = 0
         self._sit_count = 0
         # Opened to end the leader's rest.
@@ -155,7 +158,7 @@ class LeaderFollower:
                 thread.join(_TURN_SECONDS)
             raise
         finally:
-            with uninterrupted, self._seat:  # a caller that sits ends its turn first
+            with uninterrupted, self.seat:  # a caller that sits ends its turn first
                 pass
         return not any(thread.is_alive() for thread in others)
 
@@ -203,21 +206,21 @@ class LeaderFollower:
     def sit(self) -> bool:
         """Takes the seat, so the current thread receives; returns whether it got the seat.
 
-        No exception may interrupt the thread until it calls `leave`.
+        Not if it has the seat. In any case it calls `leave` next, also after an exception.
         """
-        if not self._seat.acquire(blocking=False):
+        if not self.seat.acquire(blocking=False):
             return False
         if self._stopping:
-            self._seat.release()
             return False
         self._sit_count += 1
         self._sitter_ident = threading.get_ident()
         return True
 
     def leave(self) -> None:
-        """Gives back the seat."""
-        self._sitter_ident = 0
-        self._seat.release()
+        """Gives back the seat, if the current thread has it."""
+        if self.seat._is_owned():
+            self._sitter_ident = 0
+            self.seat.release()
 
     def end_rest(self) -> None:
         """Makes the leader receive again."""
@@ -242,7 +245,7 @@ class LeaderFollower:
                     logger.exception("an I/O thread goes on after an error")
 
     def _lead(self, me: int) -> None:
-        with self._seat:
+        with self.seat:
             self.turn_ident = threading.get_ident()
             try:
                 self._turn()

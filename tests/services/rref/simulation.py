@@ -217,6 +217,7 @@ class Network:
     def _pump(self, worker: int) -> None:
         """Takes what a worker's machine has to say, and checks what it frees."""
         machine = self.machines[worker]
+        machine.look()
         outgoing, machine.outgoing = machine.outgoing, []
         for to, message in outgoing:
             # As bytes, so that nothing but what the message says gets through.

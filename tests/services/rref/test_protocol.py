@@ -144,9 +144,11 @@ def test_an_end_that_comes_before_its_beginning() -> None:
     owner = References(0)
     rref_id, fork_id = GloballyUniqueId(1, 0), GloballyUniqueId(1, 1)
     owner.handle(1, ReferenceMessage(Verb.DELETE, 0, rref_id, fork_id))
+    owner.look()
     assert owner.freed == []
     assert len(owner) == 1
     owner.add(rref_id, fork_id, 1)
+    owner.look()
     assert owner.freed == [rref_id]
     assert len(owner) == 0
 
@@ -156,10 +158,13 @@ def test_a_child_that_is_heard_of_before_its_parent() -> None:
     rref_id, parent, child = (GloballyUniqueId(1, number) for number in range(3))
     owner.handle(2, ReferenceMessage(Verb.ADD, 0, rref_id, child, parent))
     owner.handle(2, ReferenceMessage(Verb.DELETE, 1, rref_id, child))
+    owner.look()
     assert owner.freed == []  # the parent lives: its beginning is under way
     owner.add(rref_id, parent, 1)
+    owner.look()
     assert owner.freed == []
     owner.handle(1, ReferenceMessage(Verb.DELETE, 0, rref_id, parent))
+    owner.look()
     assert owner.freed == [rref_id]
 
 
@@ -211,6 +216,7 @@ def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: 
         else:
             members[MAKER].drop(created)
         for member, references in members.items():
+            references.look()
             flight += [(member, to, message) for to, message in references.outgoing]
             references.outgoing.clear()
             assert all(to in members for _, to, _ in flight), "a message to somebody unknown"
@@ -254,12 +260,33 @@ def pair_with_fork() -> tuple[References, Fork]:
     return user, fork
 
 
+def test_the_last_message_is_sent_again_if_it_is_known_to_be_lost() -> None:
+    user, fork = pair_with_fork()
+    owner = References(0)
+    owner.add(fork.rref_id, fork.fork_id, 1)
+    user.drop(fork.fork_id)
+    user.look()
+    user.outgoing.clear()
+    owner.on_messages_lost(1)
+    for sender, receiver in ((owner, user), (user, owner)):
+        for _, message in sender.outgoing:
+            receiver.handle(0 if sender is owner else 1, message)
+        receiver.look()
+    assert owner.freed == [fork.rref_id]
+    owner.on_member_lost(1)
+    owner.outgoing.clear()
+    owner.on_messages_lost(1)
+    assert owner.outgoing == []
+
+
 def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
     user, fork = pair_with_fork()
     user.receive(fork, 0)
     user.drop(fork.fork_id)
+    user.look()
     assert user.outgoing == []
     user.drop(fork.fork_id)
+    user.look()
     assert [(to, message.verb) for to, message in user.outgoing] == [(0, Verb.DELETE)]
     assert len(user) == 0
 
@@ -284,6 +311,7 @@ def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
 def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
     user, fork = pair_with_fork()
     user.drop(fork.fork_id)
+    user.look()
     before = list(user.outgoing)
     user.receive(fork, 0)
     user.drop(fork.fork_id)
@@ -294,6 +322,7 @@ def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
         other = Fork(GloballyUniqueId(0, 1), GloballyUniqueId(0, 3 + number), 0)
         user.receive(other, 0)
         user.drop(other.fork_id)
+        user.look()
     user.receive(fork, 0)
     assert len(user) == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from zrpc.actors import ActorLabel
@@ -25,9 +26,9 @@ def reduce_rref(rref: Any) -> Any:
         return message.holes.leave_out(rref)
     owner, parent = rref.owner().member_id, rref._fork_id or NO_FORK
     fork = Fork(rref._rref_id, service.new_id(), owner, parent)
-    with service.lock:  # also for the second step: or the fork would not be undone
+    with service.lock:  # also for the first step: no handler's exception comes in between
+        message.undo(partial(service.dropped.append, fork))
         service.references.fork(fork, message.destination)
-        message.undo(lambda: service.cancel_fork(fork))
     forks = message.extension(Tag.FORKS)
     forks.extend(fork.pack())
     place = len(forks) // FORK_SIZE - 1

@@ -34,7 +34,7 @@ Messages may arrive in any order and more than once:
   fork.
 - A message may be lost as a connection breaks. That shows by a number that is left out for some
   seconds after a later one has come. Each worker keeps its latest messages to each other one, to
-  send them again.
+  send them again. If a handler had no memory for a message, it is sent again at once.
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
@@ -54,7 +54,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
+from zrpc.services.rref.messages import (
+    NO_FORK,
+    Fork,
+    ForkId,
+    GloballyUniqueId,
+    ReferenceMessage,
+    RRefId,
+    Verb,
+)
 from zrpc.wire.member_id import MemberId
 
 # A user remembers this many ended forks, in case the message with one of them comes again.
@@ -151,9 +159,13 @@ class _Serials:
 class References:
     """One worker's part in the reference count, as owner and as user.
 
-    For one thread at a time. After each event the caller takes what has gathered in `outgoing`,
-    messages to send, each with its receiver, in `freed`, values to free, in `unmade`, values that
-    will never be made, and in `ready`, handlers that may begin.
+    For one thread at a time. After each event the caller calls `look`, and takes what has gathered
+    in `outgoing`, messages to send, each with its receiver, in `freed`, values to free, in
+    `unmade`, values that will never be made, and in `ready`, handlers that may begin.
+
+    Attributes:
+        unseen: the values and forks that may be unused, until `look`. An event adds them first, and
+            does not look itself. So if there is no memory for a part of that, it is done later.
     """
 
     def __init__(self, member: MemberId) -> None:
@@ -173,6 +185,7 @@ class References:
         kept = partial(deque[bytes], maxlen=_RESENT)
         self._sent: defaultdict[MemberId, deque[bytes]] = defaultdict(kept)
         self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
+        self.unseen: deque[GloballyUniqueId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []
@@ -181,7 +194,7 @@ class References:
     @property
     def idle(self) -> bool:
         """Whether this worker, as user, waits for no message of the protocol."""
-        return not self._parents and not self._adding
+        return not (self._parents or self._adding or self.unseen)
 
     def __len__(self) -> int:
         """Returns how many values are owned and forks held here."""
@@ -205,17 +218,18 @@ class References:
     def release(self, rref_id: RRefId) -> None:
         """Counts one handle of the owner's less."""
         # Else it was never counted, because Ctrl-C came, or was dropped before.
-        if rref_id in self._owned:
-            self._owned[rref_id].handles -= 1
-            self._free_if_unused(rref_id)
+        owned = self._owned.get(rref_id)
+        if owned and owned.handles:
+            self.unseen.append(rref_id)
+            owned.handles -= 1
 
     def add(self, rref_id: RRefId, fork_id: ForkId, holder: MemberId) -> None:
         """Lists a fork at the owner: when ``remote`` creates it, or on ADD."""
+        self.unseen.append(rref_id)
         owned = self._owned[rref_id]
         owned.announced.pop(fork_id, None)
         if owned.ended_early.pop(fork_id, None) is None and holder not in self._lost:
             owned.forks[fork_id] = holder
-        self._free_if_unused(rref_id)
 
     def _announce(
         self, rref_id: RRefId, child: ForkId, parent_id: ForkId, sender: MemberId
@@ -227,16 +241,10 @@ class References:
             owned.announced[parent_id] = (holder, sender)
 
     def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: MemberId) -> None:
+        self.unseen.append(rref_id)
         owned = self._owned[rref_id]
         if owned.forks.pop(fork_id, None) is None:
             owned.ended_early[fork_id] = sender
-        self._free_if_unused(rref_id)
-
-    def _free_if_unused(self, rref_id: RRefId) -> None:
-        owned = self._owned[rref_id]
-        if not (owned.forks or owned.handles or owned.ended_early or owned.announced):
-            del self._owned[rref_id]
-            self.freed.append(rref_id)
 
     # -- the user ------------------------------------------------------------------------
 
@@ -261,9 +269,9 @@ class References:
         """Counts one handle of a fork less."""
         held = self._held.get(fork_id)
         # Else the fork had ended when its message came once more, or see `release`.
-        if held is not None:
+        if held and held.handles:
+            self.unseen.append(fork_id)
             held.handles -= 1
-            self._end_if_unused(fork_id)
 
     def on_listed(self, fork_id: ForkId) -> None:
         """Notes that the owner lists a fork: ours, or a child of ours."""
@@ -271,10 +279,11 @@ class References:
         held = self._held.get(fork_id)
         if held is not None:
             held.listed = True
-        parent = self._parents.pop(fork_id, None)
+        parent = self._parents.get(fork_id)
         if parent is not None:
+            self.unseen.append(parent)
             del self._held[parent].children[fork_id]
-            self._end_if_unused(parent)
+            del self._parents[fork_id]
 
     def move(self, owners: Mapping[RRefId, MemberId]) -> None:
         """Lists this worker's forks with the workers that make the values of lost owners again.
@@ -288,14 +297,21 @@ class References:
                 self._adding[fork_id] = owner, held.rref_id
                 self._send(owner, Verb.ADD, held.rref_id, fork_id)
 
-    def _end_if_unused(self, fork_id: ForkId) -> None:
-        held = self._held[fork_id]
-        if not held.handles and not held.children:
-            del self._held[fork_id]
-            self._ended[fork_id] = None
-            if len(self._ended) > _ENDED_REMEMBERED:
-                del self._ended[next(iter(self._ended))]
-            self._send(held.owner, Verb.DELETE, held.rref_id, fork_id)
+    def look(self) -> None:
+        """Frees the values, and ends the forks, that are unused since an event."""
+        while self.unseen:
+            found = self.unseen[0]
+            owned, held = self._owned.get(found), self._held.get(found)
+            if owned and not (owned.forks or owned.handles or owned.ended_early or owned.announced):
+                self.freed.append(found)
+                del self._owned[found]
+            if held and not held.handles and not held.children:
+                self._send(held.owner, Verb.DELETE, held.rref_id, found)
+                del self._held[found]
+                self._ended[found] = None
+                if len(self._ended) > _ENDED_REMEMBERED:
+                    del self._ended[next(iter(self._ended))]
+            self.unseen.popleft()
 
     # -- forks in messages ---------------------------------------------------------------
 
@@ -310,8 +326,8 @@ class References:
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message is not sent after all."""
         if fork.owner == self._own_id:
+            self.unseen.append(fork.rref_id)
             self._owned[fork.rref_id].forks.pop(fork.fork_id, None)
-            self._free_if_unused(fork.rref_id)
         else:
             self.on_listed(fork.fork_id)
 
@@ -356,7 +372,7 @@ class References:
         """
         for member, serials in self._serials_in.items():
             if serials.is_late(now):
-                self._send(member, Verb.RESEND, NO_FORK, ForkId(self._own_id, serials.next))
+                self.on_messages_lost(member)
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
             self.ready.append(waiting.begin)
@@ -396,19 +412,25 @@ class References:
         else:
             self._delete(rref_id, fork_id, sender)
 
+    def on_messages_lost(self, member: MemberId) -> None:
+        """Asks a member for its messages again, from the first that has not come."""
+        if member not in self._lost:
+            missing = ForkId(self._own_id, self._serials_in[member].next)
+            self._send(member, Verb.RESEND, NO_FORK, missing)
+
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
         self._lost.add(member)
         self._sent.pop(member, None)
         self._serials_in.pop(member, None)
-        for rref_id, owned in list(self._owned.items()):
+        self.unseen.extend(self._owned)
+        for owned in self._owned.values():
             for by_member in (owned.forks, owned.ended_early):
                 for fork_id in [f for f, holder in by_member.items() if holder == member]:
                     del by_member[fork_id]
             # The lost member may have named a parent that has ended.
             for fork_id in [f for f, members in owned.announced.items() if member in members]:
                 del owned.announced[fork_id]
-            self._free_if_unused(rref_id)
         self._end_adding({fork for fork, (owner, _) in self._adding.items() if owner == member})
         for held in list(self._held.values()):
             children = held.children.items()
@@ -424,8 +446,9 @@ class References:
         parent_id: ForkId = NO_FORK,
     ) -> None:
         serial = self._serials_out[to]
-        self._serials_out[to] += 1
         message = ReferenceMessage(verb, serial, rref_id, fork_id, parent_id)
+        packed = message.pack()
         self.outgoing.append((to, message))
+        self._serials_out[to] += 1
         if to not in self._lost:
-            self._sent[to].append(message.pack())
+            self._sent[to].append(packed)

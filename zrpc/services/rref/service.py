@@ -76,8 +76,9 @@ class RRefService(Service, MessageHooks, HasOrders):
         values: those that this worker owns. A message about a value may precede the call that
             makes it.
         dropped: handles that have ended: the value's id, and the fork's id or None for one of
-            the owner's. Finalizers append to it, in any thread and at any moment, even inside
-            of a locked section; so they do nothing else, and the I/O thread does the rest.
+            the owner's; and forks whose message is not sent after all. Finalizers append to it, in
+            any thread and at any moment, even inside of a locked section; so they do nothing else,
+            and the I/O thread does the rest.
     """
 
     tag = Tag.FORKS
@@ -89,7 +90,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         self.caller = agent.caller
         self._make_handle = make_handle
         self.member = agent.worker_info.member_id
-        self.dropped: deque[tuple[RRefId, ForkId | None]] = deque()
+        self.dropped: deque[tuple[RRefId, ForkId | None] | Fork] = deque()
         self._local_ids = itertools.count()
         self.lock = UninterruptedLock()
         self.references = References(self.member)
@@ -167,12 +168,6 @@ class RRefService(Service, MessageHooks, HasOrders):
         """Returns those of the actors that this worker owns."""
         with self.lock:
             return list(self._mailboxes)
-
-    def cancel_fork(self, fork: Fork) -> None:
-        """Undoes `fork`: the message with the child is not sent."""
-        with self.lock:
-            self.references.cancel_fork(fork)
-        self._send_outgoing()
 
     @override
     def owner_died(self, owner: WorkerInfo) -> OwnerDied:
@@ -338,6 +333,12 @@ class RRefService(Service, MessageHooks, HasOrders):
         self.orders.on_member_lost()
 
     @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        with self.lock:
+            self.references.on_messages_lost(member)
+        self.settle_references()
+
+    @override
     def stats(self) -> Mapping[str, int]:
         with self.lock:
             owned, held = self.references.sizes()
@@ -361,11 +362,14 @@ class RRefService(Service, MessageHooks, HasOrders):
     def _release_dropped(self) -> None:
         with self.lock:
             while self.dropped:
-                rref_id, fork_id = self.dropped.popleft()
-                if fork_id is None:
-                    self.references.release(rref_id)
+                each = self.dropped[0]
+                if isinstance(each, Fork):
+                    self.references.cancel_fork(each)
+                elif each[1] is None:
+                    self.references.release(each[0])
                 else:
-                    self.references.drop(fork_id)
+                    self.references.drop(each[1])
+                self.dropped.popleft()  # last: what there is no memory for is done later
         self.settle_references()
 
     @override
@@ -407,9 +411,10 @@ class RRefService(Service, MessageHooks, HasOrders):
     def settle_references(self) -> None:
         """Frees unused values, sends the messages that have gathered, and lets handlers begin."""
         references = self.references
-        if not (references.freed or references.outgoing or references.ready):
+        if not (references.unseen or references.freed or references.outgoing or references.ready):
             return  # if another thread adds something meanwhile, it settles that itself
         with self.lock:
+            references.look()
             ready, references.ready = references.ready, []
             # Before those that are freed: one may be both.
             unmade = [self.values[rref_id] for rref_id in references.unmade]
@@ -430,8 +435,13 @@ class RRefService(Service, MessageHooks, HasOrders):
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
         self._send_outgoing()
-        for begin in ready:
-            begin()
+        try:
+            while ready:
+                ready.pop(0)()
+        finally:
+            if ready:  # one has failed: the others begin at the next tick
+                with self.lock:
+                    references.ready[:0] = ready
 
     def _send_outgoing(self) -> None:
         with self.lock:
