@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import starmap
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 _LAYOUT = struct.Struct("<BQIQIQIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size
+# At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
+_MAX_BATCH_LENGTH = 256
 
 
 class GloballyUniqueId(NamedTuple):
@@ -107,6 +109,18 @@ class ReferenceMessage(NamedTuple):
             ]
         except (struct.error, ValueError) as error:
             raise ProtocolError(f"expected reference-count messages: {error}") from error
+
+
+def bodies(
+    messages: Iterable[tuple[MemberId, ReferenceMessage]],
+) -> Iterator[tuple[MemberId, bytes]]:
+    """Packs messages to members, those to one of them together as far as possible."""
+    packed: dict[MemberId, list[bytes]] = {}
+    for member, message in messages:
+        packed.setdefault(member, []).append(message.pack())
+    for member, parts in packed.items():
+        for start in range(0, len(parts), _MAX_BATCH_LENGTH):
+            yield member, b"".join(parts[start : start + _MAX_BATCH_LENGTH])
 
 
 class Fork(NamedTuple):

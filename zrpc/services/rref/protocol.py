@@ -54,15 +54,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
-from zrpc.services.rref.messages import (
-    NO_FORK,
-    Fork,
-    ForkId,
-    GloballyUniqueId,
-    ReferenceMessage,
-    RRefId,
-    Verb,
-)
+from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
 from zrpc.wire.member_id import MemberId
 
 # A user remembers this many ended forks, in case the message with one of them comes again.
@@ -185,7 +177,7 @@ class References:
         kept = partial(deque[bytes], maxlen=_RESENT)
         self._sent: defaultdict[MemberId, deque[bytes]] = defaultdict(kept)
         self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
-        self.unseen: deque[GloballyUniqueId] = deque()
+        self.unseen: deque[RRefId | ForkId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []

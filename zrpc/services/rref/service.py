@@ -20,12 +20,7 @@ from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.result_sink import ResultSink
-from zrpc.errors import (
-    OwnerDied,
-    has_shut_down,
-    of_lost_message,
-    was_not_executed,
-)
+from zrpc.errors import OwnerDied, has_shut_down, of_lost_message, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -39,6 +34,7 @@ from zrpc.services.rref.messages import (
     GloballyUniqueId,
     ReferenceMessage,
     RRefId,
+    bodies,
     read_ids,
 )
 from zrpc.services.rref.orders import ActorOrders, HasOrders
@@ -47,9 +43,6 @@ from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-# At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
-_MAX_BATCH_LENGTH = 256
 
 # A handler begins after this time at the latest, even if a fork in its arguments is not listed yet:
 # the message that lists it may be lost.
@@ -446,13 +439,8 @@ class RRefService(Service, MessageHooks, HasOrders):
     def _send_outgoing(self) -> None:
         with self.lock:
             outgoing, self.references.outgoing = self.references.outgoing, []
-        packed: dict[MemberId, list[bytes]] = {}
-        for member, message in outgoing:
-            packed.setdefault(member, []).append(message.pack())
-        for member, messages in packed.items():
-            for start in range(0, len(messages), _MAX_BATCH_LENGTH):
-                body = b"".join(messages[start : start + _MAX_BATCH_LENGTH])
-                self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
+        for member, body in bodies(outgoing):
+            self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
 
 
 def _number(rref_id: RRefId) -> int:
