@@ -24,9 +24,6 @@ class Counter:
         type(self).total += 1
         return self.total
 
-    def version(self) -> str:
-        return "first"
-
 
 class Sub(Counter):
     def add(self) -> int:
@@ -109,14 +106,19 @@ def test_a_class_keeps_its_state_from_call_to_call(mesh: Mesh) -> None:
     assert mesh.run(1, add, Sub()) == 50  # it has its base class's state
 
 
-def test_a_redefined_method_reaches_the_workers(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redefined_method_reaches_the_workers(mesh: Mesh) -> None:
+    class Redefined(Counter):
+        total = 0
+
+        def version(self) -> str:
+            return "first"
+
     def version(value: Any) -> Any:
         return value.version()
 
-    assert mesh.run(1, add, Counter()) == 1
-    monkeypatch.setattr(Counter, "version", lambda self: "second")
-    assert mesh.run(1, version, Counter()) == "second"
-    assert mesh.run(0, zrpc.rpc_sync, "worker2", version, (Counter(),)) == "second"
-    assert mesh.run(1, add, Counter()) == 2
+    assert mesh.run(1, add, Redefined()) == 1
+    assert mesh.run(1, version, Redefined()) == "first"
+    Redefined.version = lambda self: "second"  # type: ignore[method-assign]
+    assert mesh.run(1, version, Redefined()) == "second"
+    assert mesh.run(0, zrpc.rpc_sync, "worker2", version, (Redefined(),)) == "second"
+    assert mesh.run(1, add, Redefined()) == 2

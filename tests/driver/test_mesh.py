@@ -151,41 +151,39 @@ class TestOpenMesh:
         ]
 
 
-def test_a_worker_that_dies_is_reported_and_close_neither_raises_nor_hangs(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_worker_that_dies_is_reported_and_close_neither_raises_nor_hangs() -> None:
     errors = Lines()
-    monkeypatch.setattr(sys, "stderr", errors)
-    mesh = zrpc.start_mesh(2, max_restarts=1)
-    pid = mesh.pids["worker1"]
-    with pytest.raises(zrpc.WorkerDied):
-        zrpc.rpc_sync("worker1", os.kill, args=(pid, signal.SIGKILL))
-    until(lambda: mesh.pids.get("worker1", pid) != pid)
-    until(lambda: f"worker1 (pid {pid}) has exited: SIGKILL, not sent by zrpc" in errors.text)
-    assert "starting it again (restart 1 of 1)" in errors.text
+    with contextlib.redirect_stderr(errors):  # type: ignore[type-var]
+        mesh = zrpc.start_mesh(2, max_restarts=1)
+        pid = mesh.pids["worker1"]
+        with pytest.raises(zrpc.WorkerDied):
+            zrpc.rpc_sync("worker1", os.kill, args=(pid, signal.SIGKILL))
+        until(lambda: mesh.pids.get("worker1", pid) != pid)
+        until(lambda: f"worker1 (pid {pid}) has exited: SIGKILL, not sent by zrpc" in errors.text)
+        assert "starting it again (restart 1 of 1)" in errors.text
 
-    def back() -> bool:
-        with contextlib.suppress(zrpc.WorkerDied):
-            return zrpc.rpc_sync("worker1", os.getpid) == mesh.pids["worker1"]
-        return False
+        def back() -> bool:
+            with contextlib.suppress(zrpc.WorkerDied):
+                return zrpc.rpc_sync("worker1", os.getpid) == mesh.pids["worker1"]
+            return False
 
-    until(back)
-    with pytest.raises(zrpc.WorkerDied):
-        zrpc.rpc_sync("worker1", os._exit, args=(3,))
-    until(lambda: "has exited: exit code 3; calls to it raise WorkerDied" in errors.text)
+        until(back)
+        with pytest.raises(zrpc.WorkerDied):
+            zrpc.rpc_sync("worker1", os._exit, args=(3,))
+        until(lambda: "has exited: exit code 3; calls to it raise WorkerDied" in errors.text)
     mesh.close()
     mesh.close()
     with pytest.raises(zrpc.NotInitializedError, match=r"zrpc\.start_mesh"):
         zrpc.rpc_sync("worker0", os.getpid)
 
 
-def test_a_worker_that_cannot_start_ends_the_start_with_its_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    errors = Lines()
-    monkeypatch.setattr(sys, "stderr", errors)
-    started = time.monotonic()
-    with pytest.raises(zrpc.RendezvousError, match=r"worker\d \(pid \d+\) has exited: exit code 1"):
+def test_a_worker_that_cannot_start_ends_the_start_with_its_error() -> None:
+    errors, started = Lines(), time.monotonic()
+    text = r"worker\d \(pid \d+\) has exited: exit code 1"
+    with (
+        contextlib.redirect_stderr(errors),  # type: ignore[type-var]
+        pytest.raises(zrpc.RendezvousError, match=text),
+    ):
         zrpc.start_mesh(2, env={"ZRPC_INIT_TIMEOUT": "no number"})
     assert "OptionError" in errors.text
     assert time.monotonic() - started < zrpc.ZmqRpcBackendOptions().init_timeout

@@ -57,7 +57,7 @@ class RoundClient(Client):
         self.elements = plan.transfer_bytes // torch.int32.itemsize
         super().__init__(name, names[rank], peers, None, until, actions)
 
-    def _caused_by_death(self, error: BaseException) -> bool:
+    def caused_by_death(self, error: BaseException) -> bool:
         if not isinstance(error, RpcError) or not self.suspects:
             return False
         text = str(error)
@@ -86,7 +86,7 @@ def to_all(client: Any) -> None:
         answers = dict(enumerate(results))
     except zrpc.GroupError as error:
         answers = error.results
-        unexplained = [e for e in error.errors.values() if not client._caused_by_death(e)]
+        unexplained = [e for e in error.errors.values() if not client.caused_by_death(e)]
         raise (unexplained or [*error.errors.values()])[0] from None
     finally:
         for place, answer in answers.items():
@@ -165,7 +165,7 @@ class Worker:
         if self._plan.moment != "shutdown":
             self._await("over")
         for client in clients:
-            client._until = 0
+            client.until = 0
         for client in clients:
             client.join(_RPC_SECONDS + SLACK)
             if client.is_alive():

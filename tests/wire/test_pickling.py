@@ -13,7 +13,7 @@ import secrets
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -325,9 +325,8 @@ class MoreSpecial(Special):
 
 
 @pytest.fixture
-def reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    table = dict(pickling._dispatch_table)
-    calls = []
+def reducer() -> list[Any]:
+    calls: list[Any] = []
 
     def reduce(special: Any) -> Any:
         encoder = pickling.encoder()
@@ -338,9 +337,7 @@ def reducer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return list, ((number,),)
 
     pickling.register_reducer(Special, reduce)
-    yield calls
-    pickling._dispatch_table.clear()
-    pickling._dispatch_table.update(table)
+    return calls
 
 
 def test_a_reducer_sees_the_message(reducer: list[Any]) -> None:

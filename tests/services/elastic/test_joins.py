@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
+from tests.support.hosts import on_hosts
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.membership.failure_detector import Reason
@@ -280,8 +281,7 @@ def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
 @pytest.fixture
 def port(elastic: Elastic, monkeypatch: pytest.MonkeyPatch) -> str:
     """A port; all workers use tcp, and none sees another's directory: each is in a container."""
-    numbers = itertools.count()
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda *_: f"{host_key()}/{next(numbers)}")
+    on_hosts(monkeypatch, itertools.count())
     elastic.options |= {"transport": "tcp", "heartbeat_timeout": 2.0}
     with socket.create_server(("127.0.0.1", 0)) as server:
         return str(server.getsockname()[1])

@@ -75,6 +75,7 @@ class Client(threading.Thread):
         tally: what it has done.
         marks_sent: by worker, how many marks it has sent.
         kept: objects that last from one action to the next.
+        until: when it begins no more action, on the clock of ``time.monotonic``.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class Client(threading.Thread):
         self.tally = Tally()
         self.marks_sent: Counter[str] = Counter()
         self.kept: list[Any] = []
-        self._until = until
+        self.until = until
         self._actions = [action for action, _ in actions]
         self._weights = [weight for _, weight in actions]
         self._warm_up = warm_up
@@ -107,7 +108,7 @@ class Client(threading.Thread):
         if self._warm_up:
             for action in self.rng.sample(self._actions, len(self._actions)):
                 self.perform(action)
-        while time.monotonic() < self._until and not self.tally.violations:
+        while time.monotonic() < self.until and not self.tally.violations:
             (action,) = self.rng.choices(self._actions, self._weights)
             self.perform(action)
         self.kept.clear()
@@ -120,7 +121,7 @@ class Client(threading.Thread):
         try:
             action(self)
         except Exception as error:
-            if self._caused_by_death(error):
+            if self.caused_by_death(error):
                 self.tally.cut_off[name] += 1
                 self.tally.deaths_seen_at.append(time.monotonic())
             else:
@@ -153,7 +154,7 @@ class Client(threading.Thread):
         if expected != found:
             raise CheckFailed(f"{what}: expected {expected!r}, found {found!r}")
 
-    def _caused_by_death(self, error: BaseException) -> bool:
+    def caused_by_death(self, error: BaseException) -> bool:
         """Returns whether the death of the doomed worker explains an error.
 
         It does if this is a `WorkerDied`, or an error that contains one from another worker: as a
