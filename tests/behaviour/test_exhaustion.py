@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import resource
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import zmq
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
+from tests.support.refusals import refusing
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
 from zrpc.services.inspection.service import InspectionService
@@ -26,8 +28,6 @@ from zrpc.wire.message import Message
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
 
-# In place of an errno.
-PYTHONS = 0
 LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
 _M_ARENA_MAX = -8  # of mallopt(3): how many arenas, each with memory of its own, threads share
 
@@ -235,45 +235,38 @@ def test_a_message_in_chunks_that_there_is_no_memory_for(mesh: Mesh) -> None:
 
 
 @pytest.fixture
-def sends(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Makes worker1's attempts to send fail, as many as the list says: errors of ZeroMQ, or a
-    MemoryError of Python's.
-    """
-    network = caller.agent(1).network
-    send, failures = network.send, []  # type: ignore[var-annotated]
-
-    def fail(*args: Any) -> None:
-        if failures:
-            number = failures.pop()
-            raise MemoryError if number == PYTHONS else zmq.ZMQError(number)
-        send(*args)
-
-    monkeypatch.setattr(network, "send", fail)
-    return failures
+def failures(caller: Mesh) -> Iterator[list[Exception]]:
+    """The errors of worker1's next attempts to send, the last one first."""
+    errors: list[Exception] = []
+    with refusing(caller.agent(1), lambda *_: errors.pop() if errors else None):
+        yield errors
 
 
 @pytest.mark.system
-def test_an_answer_is_sent_once_there_is_a_descriptor(caller: Mesh, sends: list[int]) -> None:
-    sends += [errno.EMFILE] * 3
+def test_an_answer_is_sent_once_there_is_a_descriptor(
+    caller: Mesh, failures: list[Exception]
+) -> None:
+    failures += [zmq.ZMQError(errno.EMFILE)] * 3
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
-    assert not sends
+    assert not failures
 
 
-def test_an_answer_that_there_is_no_memory_for(caller: Mesh, sends: list[int]) -> None:
-    sends += [errno.ENOMEM]
+def test_an_answer_that_there_is_no_memory_for(caller: Mesh, failures: list[Exception]) -> None:
+    failures += [zmq.ZMQError(errno.ENOMEM)]
     with pytest.raises(MemoryError, match="no memory to send") as info:
         rpc.rpc_sync(1, max, (1, 2), timeout=20)
     assert "name=worker1" in str(info.value.__cause__)
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
 
 
-def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], gate: Gate) -> None:
+def test_a_call_that_can_not_be_sent(mesh: Mesh, failures: list[Exception], gate: Gate) -> None:
     """Its caller gets the error. Others in flight don't fail, and no reference leaks."""
     with mesh.agent(1).as_current():
         other = rpc.rpc_async(1, gate.wait_inside, ("done",))
         rref = rpc.RRef(1)
-        for number in (errno.EMFILE, errno.ENOMEM, PYTHONS):
-            sends += [number]
+        for number in (errno.EMFILE, errno.ENOMEM, None):
+            # Kept nowhere else: its traceback would keep the RRef.
+            failures += [MemoryError() if number is None else zmq.ZMQError(number)]
             expected = OSError if number == errno.EMFILE else MemoryError
             with pytest.raises(expected, match="the call can't be sent"):
                 rpc.rpc_async(0, repr, (rref,))
@@ -285,11 +278,11 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, sends: list[int], gate: Gate) -
 
 
 def test_a_message_without_an_answer_is_sent_once_there_is_a_descriptor(
-    mesh: Mesh, sends: list[int]
+    mesh: Mesh, failures: list[Exception]
 ) -> None:
-    sends += [errno.EMFILE] * 2
+    failures += [zmq.ZMQError(errno.EMFILE)] * 2
     mesh.agent(1).outbox.post(0, Message(Kind.CANCEL, 2**60))
-    until(lambda: not sends and not len(mesh.agent(1).outbox))
+    until(lambda: not failures and not len(mesh.agent(1).outbox))
 
 
 @pytest.mark.system

@@ -18,6 +18,7 @@ import zmq
 
 import zrpc
 from tests.support.observed import ask_often
+from tests.support.refusals import refusing
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
@@ -137,18 +138,15 @@ def test_what_takes_long_is_not_lost(caller: Mesh) -> None:
 @contextlib.contextmanager
 def no_descriptors(mesh: Mesh, sender: int, receiver: int) -> Iterator[threading.Event]:
     """Refuses to send from a worker to another; the event is set when it has."""
-    network, refused = mesh.agent(sender).network, threading.Event()
-    send = network.send
+    refused = threading.Event()
 
-    def refuse(peer: int, *message: Any) -> None:
+    def error_for(peer: int, _: bytes) -> Exception | None:
         if peer != receiver:
-            send(peer, *message)
-            return
+            return None
         refused.set()
-        raise zmq.ZMQError(errno.EMFILE)
+        return zmq.ZMQError(errno.EMFILE)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(network, "send", refuse)
+    with refusing(mesh.agent(sender), error_for):
         yield refused
 
 

@@ -30,6 +30,7 @@ from tests.services.rref.tracked import (
     rest,
 )
 from tests.support.identity import event
+from tests.support.refusals import refusing
 from tests.support.waiting import until
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
@@ -124,14 +125,12 @@ def test_a_call_to_oneself_that_timed_out_before_it_was_read(mesh: Mesh) -> None
 
 
 @pytest.mark.parametrize("to", [0, 1])
-def test_a_call_that_can_not_be_sent(mesh: Mesh, monkeypatch: pytest.MonkeyPatch, to: int) -> None:
-    def fail_to_send(*_: Any) -> None:
-        raise zmq.ZMQError(errno.ENOMEM)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(mesh.agent(0).network, "send", fail_to_send)
-        with pytest.raises(MemoryError, match="can't be sent"):
-            mesh.run(0, zrpc.remote, to, Value, args=("unsent",))
+def test_a_call_that_can_not_be_sent(mesh: Mesh, to: int) -> None:
+    with (
+        refusing(mesh.agent(0), lambda *_: zmq.ZMQError(errno.ENOMEM)),
+        pytest.raises(MemoryError, match="can't be sent"),
+    ):
+        mesh.run(0, zrpc.remote, to, Value, args=("unsent",))
     rest(mesh)
     assert_empty(mesh)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
 import struct
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,7 +28,9 @@ from tests.services.shm.sharing import (
     service_of,
     until_returned,
 )
+from tests.support.refusals import refusing
 from tests.support.waiting import until
+from zrpc.agent.agent import Agent
 from zrpc.services.shm import borrowed
 from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
@@ -112,18 +116,18 @@ def test_a_pass_whose_gradients_cant_be_mapped_fails(
 # -- messages that can't be sent -----------------------------------------------------------
 
 
-def fail_to_send(monkeypatch: pytest.MonkeyPatch, agent: Any, *errors: Any) -> Any:
-    """Has an agent's next attempts to send something by shared memory fail."""
-    send, left = agent.network.send, list(errors)
+@contextlib.contextmanager
+def failing_to_send(agent: Agent, *errors: Exception) -> Iterator[None]:
+    """Has an agent's next attempts to send something by shared memory fail, all of them."""
+    left = list(errors)
 
-    def fail(rank: Any, first: Any, buffers: Any = (), counted: bool = True) -> None:
-        extensions = parse(first).extensions
-        if left and any(tag in (Tag.SHARED, Tag.SEGMENTS) for tag, _ in extensions):
-            raise left.pop(0)
-        send(rank, first, buffers, counted)
+    def error_for(_: int, first: bytes) -> Exception | None:
+        tags = {tag for tag, _ in parse(first).extensions}
+        return left.pop(0) if left and tags & {Tag.SHARED, Tag.SEGMENTS} else None
 
-    monkeypatch.setattr(agent.network, "send", fail)
-    return left
+    with refusing(agent, error_for):
+        yield
+        assert not left
 
 
 no_memory = pytest.mark.parametrize(
@@ -133,14 +137,15 @@ no_memory = pytest.mark.parametrize(
 
 @no_memory
 def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
-    joined: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch, error: Any
+    joined: Mesh, lends: list[Lend], error: Exception
 ) -> None:
     """As memory of this process; the segment is not used again, as a part may have left."""
     ours = service_of(joined, 0)
-    left = fail_to_send(monkeypatch, joined.agent(0), error)
-    with pytest.raises(MemoryError, match="can't be sent"):
+    with (
+        failing_to_send(joined.agent(0), error),
+        pytest.raises(MemoryError, match="can't be sent"),
+    ):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
-    assert not left
     assert ours.pool.lent == 0
     assert [lend.number in ours.pool.segments for lend in lends] == [False]
     # Nor does the peer keep the descriptor. It learns that before it has looked for descriptors.
@@ -153,14 +158,12 @@ def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
 
 @no_memory
 def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
-    joined: Mesh, monkeypatch: pytest.MonkeyPatch, error: Any
+    joined: Mesh, error: Exception
 ) -> None:
     """And so is what it should have returned."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
-    left = fail_to_send(monkeypatch, joined.agent(1), error)
-    with pytest.raises(MemoryError):
+    with failing_to_send(joined.agent(1), error), pytest.raises(MemoryError):
         zrpc.rpc_sync(1, torch.neg, (large(1),))
-    assert not left
     until_returned(theirs)
     until_returned(ours)
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
@@ -203,13 +206,10 @@ def test_what_a_fork_may_read_is_not_used_again(joined: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_an_answer_that_is_sent_later_keeps_its_segment(
-    joined: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_is_sent_later_keeps_its_segment(joined: Mesh) -> None:
     theirs = service_of(joined, 1)
-    left = fail_to_send(monkeypatch, joined.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2)
-    value = zrpc.rpc_sync(1, large, (1,))
-    assert not left
+    with failing_to_send(joined.agent(1), *[zmq.ZMQError(errno.EMFILE)] * 2):
+        value = zrpc.rpc_sync(1, large, (1,))
     assert torch.equal(value, large(1))
     assert theirs.pool.lent == 1
     del value
