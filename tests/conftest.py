@@ -35,9 +35,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = ["pytester"]
 pytest.register_assert_rewrite("tests.support", "tests.services", "tests.transport")
 
+from hypothesis import HealthCheck, settings  # noqa: E402
+
 from tests.support.identity import forget  # noqa: E402
 from zrpc.launch.port import ReservedPort  # noqa: E402
 from zrpc.launch.starter import Starter  # noqa: E402
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("zrpc", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("zrpc")
 
 # Whole folders and files of tests that start processes.
 _SYSTEM_PATHS = (

@@ -1,6 +1,6 @@
 """Runs a workload with locks that note in which order threads take them; prints the order as JSON.
 
-It replaces ``threading.Lock`` before zrpc is imported, so it needs a process of its own.
+It replaces those of ``threading`` before zrpc is imported, so it needs a process of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import json
 import linecache
 import sys
 import threading
+from functools import partial
 from typing import Any
 
-_make = threading.Lock
+_make, _make_reentrant = threading.Lock, threading.RLock
 _held = threading.local()
 # A lock that was held, and one that was taken meanwhile.
 _orders: set[tuple[str, str]] = set()
@@ -21,16 +22,17 @@ _orders: set[tuple[str, str]] = set()
 class _NotedLock:
     """A lock that notes which others its thread holds."""
 
-    def __init__(self, module: str) -> None:
-        self._lock = _make()
+    def __init__(self, module: str, lock: Any) -> None:
+        self._lock = lock
         self.module = module
-        self.locked, self._is_owned = self._lock.locked, self._lock.locked
+        self.locked = getattr(lock, "locked", None)
+        self._is_owned = getattr(lock, "_is_owned", self.locked)
 
     def acquire(self, *args: Any, **kwargs: Any) -> bool:
         taken = self._lock.acquire(*args, **kwargs)
         if taken:
             held = _held.__dict__.setdefault("locks", [])
-            _orders.update((each.module, self.module) for each in held)
+            _orders.update((each.module, self.module) for each in held if each is not self)
             held.append(self)
         return taken
 
@@ -50,7 +52,7 @@ class _NotedLock:
         self.release()
 
 
-def _make_noted() -> Any:
+def _make_noted(make: Any = _make) -> Any:
     frame = sys._getframe(1)
     if frame.f_globals["__name__"] == "zrpc.runtime.interrupts" and frame.f_back is not None:
         frame = frame.f_back  # an UninterruptedLock
@@ -58,11 +60,12 @@ def _make_noted() -> Any:
     line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
     gate = "gate" in line or ".done" in line  # which another thread releases
     if not module.startswith("zrpc.") or module.startswith("zrpc.testing.") or gate:
-        return _make()
-    return _NotedLock(module)
+        return make()
+    return _NotedLock(module, make())
 
 
 threading.Lock = _make_noted  # type: ignore[assignment, misc]
+threading.RLock = partial(_make_noted, _make_reentrant)  # type: ignore[assignment]
 
 import torch  # noqa: E402
 

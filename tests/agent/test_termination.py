@@ -242,7 +242,7 @@ def run(size: Any, schedule: Any, seed: Any) -> None:
     mesh.finish(random.Random(seed))
 
 
-thorough = settings(max_examples=200, deadline=None)
+thorough = settings(max_examples=200)
 
 
 @pytest.mark.system

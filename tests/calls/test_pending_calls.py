@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.pending import Callees, bytes_in_flight, entered_call, queued, table
@@ -204,7 +204,6 @@ steps = st.lists(
 
 
 @pytest.mark.system
-@settings(deadline=None)
 @given(steps)
 def test_each_call_is_settled_once_by_its_first_cause(schedule: Any) -> None:
     calls, made, settled = table(), [], {}

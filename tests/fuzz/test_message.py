@@ -42,7 +42,7 @@ def test_a_read_message_is_written_back() -> None:
 
 
 @pytest.mark.system
-@settings(max_examples=max(200, INPUTS // 100), deadline=None)
+@settings(max_examples=max(200, INPUTS // 100))
 @given(st.integers(0, 2**64 - 1))
 def test_mutated_messages_are_read_or_refused(seed: int) -> None:
     data = b""
@@ -54,7 +54,7 @@ def test_mutated_messages_are_read_or_refused(seed: int) -> None:
 
 
 @pytest.mark.system
-@settings(max_examples=min(INPUTS, 100_000) // 3, deadline=None)
+@settings(max_examples=min(INPUTS, 100_000) // 3)
 @given(st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(data: bytes) -> None:
     read(data)

@@ -199,7 +199,7 @@ def test_a_few_peers_are_all_checked_once_a_tick(detector: FailureDetector) -> N
 )
 @example(events=[(2, "up", 3.0), (2, "watch", 3.0), (2, "down", 3.0)])
 @example(events=[(1, "watch", 1.0), (0, "watch", 3.0), (2, "heard", 3.0), (0, "up", 3.0)])
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_each_peer_is_lost_at_most_once_and_never_without_a_sign(
     events: list[tuple[int, str, float]],
 ) -> None:
@@ -258,7 +258,7 @@ def test_each_peer_is_lost_at_most_once_and_never_without_a_sign(
 
 
 @pytest.mark.system
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(stops=st.floats(0.0, 60.0), phase=st.floats(0.0, 1.0), limit=st.floats(0.5, 60.0))
 def test_a_stop_at_any_moment_is_noticed_within_the_limit(
     stops: float, phase: float, limit: float

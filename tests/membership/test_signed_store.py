@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.membership.test_rendezvous import record
@@ -59,7 +59,6 @@ def test_an_entry_is_not_valid_under_another_key() -> None:
         entries.verified("record/1", raw)
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200), st.booleans())
 @example(b"", True)
 @example(b" ", True)
@@ -84,7 +83,6 @@ values = st.recursive(
 
 
 @pytest.mark.system
-@settings(deadline=None)
 @given(values | st.dictionaries(st.sampled_from(list(PeerRecord.__slots__)), values))
 def test_json_that_is_not_a_peer_record(value: Any) -> None:
     with pytest.raises(ValueError, match="record"):

@@ -48,7 +48,7 @@ steps = st.tuples(st.sampled_from(["ask", "give back"]), st.integers(0, len(SECO
 
 
 @pytest.mark.system
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(steps, max_size=30))
 def test_the_smallest_interval_that_is_asked_for_holds(schedule: list[Any]) -> None:
     intervals, asked = [SwitchInterval(each) for each in SECONDS], set()

@@ -38,7 +38,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # The fixture above may be shared by all examples.
-anything = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+anything = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def sent(number: int, frames: list[bytes]) -> list[list[bytes]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.wire.test_pickling import arrived
@@ -43,7 +43,6 @@ def on_device(tensor: torch.Tensor, device: str = HERE) -> torch.Tensor:
 
 
 @pytest.mark.system
-@settings(deadline=None)
 @given(st.lists(views(), min_size=1, max_size=3))
 def test_views_arrive_equal_on_the_mapped_device(tensors: list[torch.Tensor]) -> None:
     placed = [on_device(tensor) for tensor in tensors]

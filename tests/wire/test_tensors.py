@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -54,7 +54,6 @@ def views(draw: st.DrawFn) -> torch.Tensor:
 
 
 @pytest.mark.system
-@settings(deadline=None)
 @given(views())
 def test_views_arrive_equal_with_no_more_than_their_elements(tensor: torch.Tensor) -> None:
     copy = there(tensor)

@@ -217,9 +217,9 @@ class Caller:
             raise
 
     def _give_up(self, call: PendingCall) -> None:
-        """Cancels a call; undoes what was done for its message if that has not left."""
+        """Cancels a call; undoes what was done for its message, if no thread sends it."""
         call.cancel()
-        if not call.left:
+        if not call.left and (call.room is None or call.room.thread):
             self._undo(call)
 
     def _pack(

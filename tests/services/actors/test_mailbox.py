@@ -81,7 +81,7 @@ class Owner:
     concurrency=st.integers(1, 3),
     calls=st.lists(st.tuples(st.integers(1, 3), st.sampled_from("msbd")), max_size=30),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_each_caller_s_calls_begin_in_order_and_none_is_stuck(
     seed: int, concurrency: int, calls: list[tuple[int, str]]
 ) -> None:

@@ -231,7 +231,7 @@ PASSES = st.integers(1, 2)
 
 def thorough(examples: int) -> settings:
     checks = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-    return settings(max_examples=examples, deadline=None, suppress_health_check=checks)
+    return settings(max_examples=examples, suppress_health_check=checks)
 
 
 def start(**options: Any) -> Any:

@@ -223,7 +223,7 @@ moves = st.one_of(
 
 @pytest.mark.system
 @given(st.lists(moves, min_size=10, max_size=60))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_all_workers_agree_whatever_happens_in_between(moves: list[tuple[str, int, int]]) -> None:
     world = World()
     crew = [Worker(world, 4) for _ in range(4)]

@@ -185,7 +185,7 @@ events = st.one_of(records.map(join), records.map(come_in), records.map(gone), s
 
 @pytest.mark.system
 @given(st.lists(events, max_size=40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_worker_is_taken_for_another_whatever_the_events(
     log: list[MembershipEvent | None],
 ) -> None:
@@ -207,7 +207,7 @@ def test_no_worker_is_taken_for_another_whatever_the_events(
 
 @pytest.mark.system
 @given(st.lists(events, max_size=40), st.integers(0, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_snapshot_replaces_all_earlier_events(
     log: list[MembershipEvent | None], half: int
 ) -> None:

@@ -89,7 +89,7 @@ def test_only_workers_that_the_waits_lead_to_are_asked() -> None:
 
 
 @pytest.mark.system
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.data())
 def test_what_is_struck_out_is_what_can_end(data: st.DataObject) -> None:
     """Against a simulation: whoever waits for nothing ends, and so answers its call."""

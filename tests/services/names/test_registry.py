@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.services.names.simulation import (
@@ -21,7 +21,7 @@ from zrpc.errors import ProtocolError
 from zrpc.services.names.messages import Ask, Collect, Free, Held, Lose, Naming, Report, parse
 from zrpc.wire.member_id import MemberId
 
-thorough = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=300)
 SIZES = st.integers(1, 5)
 SEEDS = st.integers(0, 2**16)
 

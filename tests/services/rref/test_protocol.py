@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.services.rref.simulation import (
@@ -26,7 +26,7 @@ from zrpc.services.rref import protocol
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
 from zrpc.services.rref.protocol import References
 
-thorough = settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+thorough = settings(max_examples=250)
 SIZES = st.integers(3, 5)
 SEEDS = st.integers(0, 2**16)
 
@@ -174,7 +174,7 @@ MAKER, OLD, USER, OTHER, NEW = range(5)
 
 
 @pytest.mark.system
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: Any) -> None:
     members = {member: References(member) for member in (MAKER, USER, OTHER, NEW)}

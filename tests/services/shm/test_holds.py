@@ -177,6 +177,5 @@ TestHeldMachine = pytest.mark.system(HeldMachine.TestCase)
 TestHeldMachine.settings = settings(
     max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -314,6 +314,5 @@ TestPoolMachine = pytest.mark.system(PoolMachine.TestCase)
 TestPoolMachine.settings = settings(
     max_examples=40,
     stateful_step_count=25,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

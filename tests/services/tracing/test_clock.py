@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zrpc.services.tracing.clock import Clocks
@@ -13,10 +13,6 @@ from zrpc.services.tracing.clock import Clocks
 SLACK = 1e-6  # of floating point
 clocks_ahead = st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=5)
 delays = st.floats(1e-6, 1.0)
-
-
-# However busy the machine is.
-patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @st.composite
@@ -38,7 +34,6 @@ def exchanges(draw: Any) -> Any:
 
 
 @pytest.mark.system
-@patient
 @given(exchanges())
 def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
     ahead, found = drawn
@@ -50,7 +45,6 @@ def test_no_clock_is_farther_off_than_its_error(drawn: Any) -> None:
 
 
 @pytest.mark.system
-@patient
 @given(exchanges())
 def test_a_message_arrives_after_it_was_sent_between_workers_that_call_each_other(
     drawn: Any,

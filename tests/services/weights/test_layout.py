@@ -45,7 +45,7 @@ def test_tied_parameters_lie_in_one_place() -> None:
         assert layout.size == 64 + 64 + 64  # 15 + 4 * 3 floats, and a count
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3))))
 def test_what_is_written_to_a_view_is_read_from_it(shapes: Any) -> None:
     tensors = {

@@ -159,6 +159,5 @@ TestNameMachine = pytest.mark.system(NameMachine.TestCase)
 TestNameMachine.settings = settings(
     max_examples=50,
     stateful_step_count=40,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
