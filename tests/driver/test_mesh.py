@@ -138,7 +138,8 @@ class TestOpenMesh:
             print("half a line", end="")
             print(" and its end")
             sys.stdout.write("ä\udcff\n")
-            print("\rone\rtwo", flush=True)
+            sys.stdout.write("\rone\rtwo\n")  # at once, or the first may be shown, too
+            sys.stdout.flush()
 
         lines = Lines()
         with contextlib.redirect_stdout(lines):  # type: ignore[type-var]
