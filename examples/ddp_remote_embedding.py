@@ -23,6 +23,7 @@ minibatches of both trainers joined. Losses and parameters must be the same, exc
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import sys
 from typing import Any
@@ -165,6 +166,7 @@ def main() -> None:
     failure = run(options) if NAMES[rank] == "master" else None
     rpc.shutdown()  # trainers and the parameter worker answer calls here until the master is done
     if rank < TRAINERS:
+        gc.collect()  # DDP refers to itself; torch 2.13 may hang if it is the last to hold the group
         dist.destroy_process_group()
     sys.exit(failure)
 

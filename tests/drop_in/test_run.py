@@ -146,6 +146,7 @@ TRAINING = """
         print(torch.distributed.rpc.is_available(), torch.distributed.rpc.constants.__name__)
         print(loaded("zmq", "zrpc"), flush=True)
 
+    import gc
     import os
 
     import torch
@@ -194,6 +195,8 @@ TRAINING = """
             assert isinstance(future, rpc.Future)
             print(future.wait().tolist(), train(), type(rref).__module__.split(".")[0])
         rpc.shutdown()
+        del model  # first: torch 2.13 may hang if DDP is the last to hold the group
+        gc.collect()
         dist.destroy_process_group()
 
     if __name__ == "__main__":
