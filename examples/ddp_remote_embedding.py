@@ -166,7 +166,7 @@ def main() -> None:
     failure = run(options) if NAMES[rank] == "master" else None
     rpc.shutdown()  # trainers and the parameter worker answer calls here until the master is done
     if rank < TRAINERS:
-        gc.collect()  # DDP refers to itself; torch 2.13 may hang if it is the last to hold the group
+        gc.collect()  # DDP refers to itself; torch 2.13 may hang if it is last to hold the group
         dist.destroy_process_group()
     sys.exit(failure)
 
