@@ -35,7 +35,8 @@ class Messages:
     def receive(self, timeout: float, spin: float) -> tuple[str] | None:
         return self.at_hand.popleft() if self.at_hand else None
 
-    def dispatch(self, message: str) -> None:
+    def dispatch(self, at_hand: deque[tuple[str]]) -> None:
+        at_hand.popleft()
         self.receiver.run(lambda: None)
 
 

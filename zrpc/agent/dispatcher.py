@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from zrpc.membership.view import Membership
 from zrpc.transport.chunks import BEGINS_CHUNK, Assembler, head_of_remnant
 from zrpc.transport.identity import BULK_LETTER
 from zrpc.transport.network import size_of
+from zrpc.transport.unix_stream import Received
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse, parse_head
@@ -94,19 +95,20 @@ class Dispatcher:
         """
         self._readers[tag] = reader
 
-    def dispatch(self, identity: bytes, first: bytes, buffers: Sequence[Any]) -> None:
-        """Deals with a message, as it has come from the network.
+    def dispatch(self, at_hand: deque[Received]) -> None:
+        """Deals with the first of the messages that have come from the network; takes it out.
 
         Raises:
             Exception: what its handler raises; the caller that waits for an answer was told.
         """
-        sender = self._membership.member_of(identity)
+        sender = self._membership.member_of(at_hand[0][0])
+        identity, first, buffers = at_hand.popleft()
         if sender is None:
             self._on_outsider(identity, first, buffers)
             return
-        size = size_of(first, buffers) if buffers else len(first)
-        self.received_bytes[sender] += size
         try:
+            size = size_of(first, buffers) if buffers else len(first)
+            self.received_bytes[sender] += size
             if first[:1] == BEGINS_CHUNK:
                 head = head_of_remnant(first)
                 if head is not None:
@@ -124,6 +126,10 @@ class Dispatcher:
             info = self._membership.infos[sender]
             logger.error("%s: a message from %s: %s", self._membership.info, info, error)
             return
+        except Exception:  # no memory; what is lost of a message in chunks, the next chunk shows
+            if first[:1] != BEGINS_CHUNK:
+                self._on_lost(sender, first, _NO_MEMORY, identity[0] == BULK_LETTER)
+            raise
         if message.kind not in UNCOUNTED:
             self.received[sender] += 1
             if identity[0] == BULK_LETTER:

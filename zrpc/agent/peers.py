@@ -6,6 +6,7 @@ import logging
 import math
 import struct
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ class Peers:
         """Finds out which members are lost; to be called often."""
         for peer, first in self._network.heartbeats.notices():
             identity = self._membership.records[MemberId(peer)].identity
-            self._dispatcher.dispatch(identity, first, ())
+            self._dispatcher.dispatch(deque([(identity, first, ())]))
         for loss in self._liveness.tick(self._shutdown.waits_long_for_all):
             self._drop_or_log(loss)
         before = time.monotonic() - _SEND_SECONDS
@@ -209,7 +210,7 @@ class Peers:
         if member in self._membership.awaited:
             # A worker that sends has joined, even if this one has yet to hear of that.
             self.admit(member)
-            self._dispatcher.dispatch(identity, first, buffers)
+            self._dispatcher.dispatch(deque([(identity, first, buffers)]))
             return
         if first[:1] == BEGINS_CHUNK:
             return

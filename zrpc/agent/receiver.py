@@ -194,8 +194,10 @@ class Receiver:
             # The next chunk's way through the system is better off with the core.
             received = self._network.receive(max(0.0, wait), not self._unfinished)
             if received is not None:
-                self._dispatch(*received)
-                if self._network.at_hand:
+                at_hand = self._network.at_hand
+                at_hand.appendleft(received)  # until there is memory to deal with it
+                self._dispatch(at_hand)
+                if at_hand:
                     self._dispatch_rest()
             if self._errands:
                 self._do_errands()
@@ -221,7 +223,7 @@ class Receiver:
         for _ in range(_MESSAGES_PER_TURN - 1):
             if not at_hand or (self._handler_taken and self._pool.times.quick):
                 break
-            self._dispatch(*at_hand.popleft())
+            self._dispatch(at_hand)
 
     def _do_errands(self) -> None:
         while self._errands:

@@ -37,6 +37,8 @@ from zrpc.wire.message import Extensions, Message
 
 # The extensions of an answer to a request whose function was not called.
 UNCALLED: Extensions = [(Tag.UNCALLED, b"")]
+# Those if nothing was read of the request, not even its RRefs.
+_UNREAD: Extensions = [(Tag.UNREAD, b"")]
 
 logger = logging.getLogger(__name__)
 
@@ -214,11 +216,12 @@ class Callee:
 
     def on_unreadable(self, request: Message, error: Exception) -> None:
         """Answers a request whose handler has failed. In the I/O thread."""
-        self.answer_error(request, error)
+        read = request.attachments is not None or not request.extensions
+        self.answer_error(request, error, () if read else _UNREAD)
 
     def on_lost(self, request: Message, error: Exception) -> None:
         """Answers a request if only its header arrived. In the I/O thread."""
-        self.answer_error(request, error, [(Tag.UNREAD, b"")])
+        self.answer_error(request, error, _UNREAD)
 
     def answer_error(
         self, request: Message, error: BaseException, extensions: Extensions = ()

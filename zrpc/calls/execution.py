@@ -97,6 +97,10 @@ class Execution:
             reset_modes()
         self._sink.answer(request, result)
 
+    def fail(self, error: BaseException) -> None:
+        """Tells the sink that the call has failed in code of zrpc, perhaps once more."""
+        self._sink.fail(self.request, error)
+
     def _follow_future(self, result: Any) -> bool:
         """Follows a future, which has the result; returns False if it is done already."""
         if not isinstance(result, torch._C.Future):
@@ -107,7 +111,9 @@ class Execution:
         if result.done():
             return False
         result.add_done_callback(
-            lambda done: self._schedule(RequestJob(self.request, partial(self._finish, done)))
+            lambda done: self._schedule(
+                RequestJob(self.request, self._sink.fail, partial(self._finish, done))
+            )
         )
         self.request.scope.returned = weakref.ref(result)
         self._sink.defer(self.request)
@@ -136,9 +142,11 @@ class Execution:
             if generation != forks.generation:
                 forks.exit_child(error)
             # SystemExit would end the loop. The caller of a cancelled task needs an answer too.
-            self._schedule(partial(self._sink.fail, self.request, error))
+            work = partial(self._sink.fail, error=error)
+            self._schedule(RequestJob(self.request, self._sink.fail, work))
         else:
-            self._schedule(partial(self._sink.answer, self.request, value))
+            work = partial(self._sink.answer, value=value)
+            self._schedule(RequestJob(self.request, self._sink.fail, work))
         finally:
             scope.follow(None)  # the task refers to its context, and that to the scope: a cycle
 
@@ -154,10 +162,13 @@ class RequestJob:
     """A job for a thread of the pool that answers a request without running a user's function.
 
     Args:
-        work: answers the request, which is accepted already.
+        request: it is accepted already.
+        on_error: called with the request and the error, if ``work`` raises one.
+        work: answers the request.
     """
 
     request: Message
+    _on_error: Callable[[Message, BaseException], object]
     _work: Callable[[Message], None]
 
     def __call__(self) -> None:
@@ -166,6 +177,10 @@ class RequestJob:
         scope.thread = threading.get_ident()
         scope.started = scope.started or monotonic()  # a function with a future began before
         self._work(self.request)
+
+    def fail(self, error: BaseException) -> None:
+        """Answers the request with an error of the work."""
+        self._on_error(self.request, error)
 
 
 class ExecutionWithin(Execution):

@@ -256,13 +256,16 @@ class LeaderFollower:
             if self._rest_until:
                 self._rest_while_others_sit()
             return
-        with self._lock:
-            self._job_count += 1
-            self._busy = True
-            if self._asleep[1 - me]:
-                self._wake(1 - me)
         try:
+            with self._lock:
+                self._job_count += 1
+                self._busy = True
+                if self._asleep[1 - me]:
+                    self._wake(1 - me)
             job()
+        except BaseException:
+            job()  # there was no memory for its frame, for example; it does nothing if it has begun
+            raise
         finally:
             with self._lock:
                 if self._leader == me:

@@ -32,6 +32,7 @@ from zrpc.runtime.thread_frames import processor_time_of
 
 logger = logging.getLogger(__name__)
 
+# One that answers a request has a method ``fail(error)``, which is called if it raises an error.
 Job = Callable[[], None]
 
 # More threads than this wait at once only if a program recurses without end.
@@ -254,30 +255,35 @@ class HandlerPool:
         Args:
             ident: the thread's ident.
             jobs: a list with the job, which is taken out: it must not be kept alive with its
-                arguments, which may be large, while another job runs.
+                arguments, which may be large, while another job runs. Nothing is done if it is
+                empty: this was called before.
         """
+        if not jobs:
+            return
         _thread.pool = self
         end = time.perf_counter() + QUICK_JOB_SECONDS
-        following: Job | None = jobs.pop()
         try:
-            while following is not None:
-                self._do(following)
-                following = self._next_of_guest(end) if self._backlog else None
+            while jobs:
+                self._do(jobs)
+                if self._backlog:
+                    self._take_next(jobs, end)
         finally:
             _thread.pool = None
             with self._lock:
+                self._backlog.extend(jobs)  # one that has not begun, for lack of memory
+                jobs.clear()
                 self._guests.discard(ident)
                 self._running -= 1
                 if self._backlog and self._running < self._size and not self._closed:
                     self._start_next()
 
-    def _next_of_guest(self, end: float) -> Job | None:
+    def _take_next(self, jobs: list[Job], end: float) -> None:
+        """Takes a queued job for a guest, if there is time."""
         if time.perf_counter() > end:
-            return None
+            return
         with self._lock:
             if self._backlog and self._running <= self._size and not self._closed:
-                return self._backlog.popleft()
-            return None
+                jobs.append(self._backlog.popleft())
 
     def discard(self, useless: Callable[[Job], bool]) -> None:
         """Drops the queued jobs for which ``useless(job)`` is true. ``useless`` must be quick."""
@@ -359,7 +365,7 @@ class HandlerPool:
         job = self._backlog[0]
         if self._idle:
             thread = self._idle.pop()
-            thread.job = job
+            thread.jobs.append(job)
             thread.gate.release()
         elif stack_is_full():
             return
@@ -379,41 +385,52 @@ class HandlerPool:
     def _run(self, thread: _PoolThread) -> None:
         """The life of one thread."""
         _thread.pool = self
-        job = thread.job
-        while job is not None:
-            self._do(job)
-            thread.job = job = None  # the job must not be kept alive from here
-            job = self._next_job(thread)
+        goes_on = True
+        while goes_on:
+            try:
+                if thread.jobs:
+                    self._do(thread.jobs)
+                goes_on = self._await_job(thread)
+            except BaseException:  # no memory for a frame, for example
+                with printing_errors():
+                    logger.exception("A thread of %s goes on after an error", self._name)
 
-    def _do(self, job: Job) -> None:
+    def _do(self, jobs: list[Job]) -> None:
+        """Does the last of some jobs, and takes it out."""
         _thread.begun = self._begun_at = time.perf_counter()
         generation = forks.generation
+        job = jobs.pop()
         try:
             self._copy_of_context().run(job)
-        except BaseException:
+        except BaseException as error:
             with printing_errors():
-                logger.exception("A job of %s failed; its thread goes on", self._name)
+                fail = getattr(job, "fail", None)
+                if fail is None:
+                    logger.exception("A job of %s failed; its thread goes on", self._name)
+                else:
+                    fail(error)
         if generation != forks.generation:  # a callback has forked, and has returned in the child
             forks.exit_child()
         self.times.took(time.perf_counter() - _thread.begun)
 
-    def _next_job(self, thread: _PoolThread) -> Job | None:
-        """Waits for the thread's next job; returns None if the thread must end."""
+    def _await_job(self, thread: _PoolThread) -> bool:
+        """Waits for the thread's next job; returns False if the thread must end."""
         with self._lock:
             # If some threads came back from a wait, more run than may: this one makes room.
             # After close() it works off the backlog regardless of what else runs.
             if self._backlog and (self._running <= self._size or self._closed):
-                return self._backlog.popleft()
+                thread.jobs.append(self._backlog.popleft())
+                return True
             self._running -= 1
             if self._closed or len(self._idle) >= self._size:
                 self._threads.discard(thread)
-                return None
+                return False
             self._idle.append(thread)
-        thread.gate.acquire()  # until _hand_over or close
-        if thread.job is None:
+        thread.gate.acquire()  # until _start_next or close
+        if not thread.jobs:
             with self._lock:
                 self._threads.discard(thread)
-        return thread.job
+        return bool(thread.jobs)
 
     def _block(self) -> None:
         """Lets another thread run in place of the current one, which is about to wait."""
@@ -430,11 +447,11 @@ class HandlerPool:
 
 
 class _PoolThread(ContextThread):
-    """One thread of a pool, with its next job and the gate at which it idles."""
+    """One thread of a pool, with its next job, if any, and the gate at which it idles."""
 
     def __init__(self, pool: HandlerPool, name: str, job: Job) -> None:
         super().__init__(pool._context, name, pool._run, (self,))
-        self.job: Job | None = job
+        self.jobs = [job]
         self.gate = threading.Lock()
         self.gate.acquire()
 

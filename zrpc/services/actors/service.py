@@ -96,7 +96,7 @@ class ActorService(Service):
         rref_id = request.attachment(Tag.SUBJECT)[0]
         value = self._rrefs.find_value(rref_id)
         self.agent.callee.requests.accept(request)
-        stop = RequestJob(request, partial(self._stop, rref_id, value))
+        stop = RequestJob(request, self.agent.callee.fail, partial(self._stop, rref_id, value))
         # The calls that wait for the constructor must not begin when it has ended.
         if not value.before_others(stop):
             self.agent.receiver.run(stop)

@@ -114,7 +114,7 @@ class AutogradService(Service, BackwardOfValue):
 
     def _on_dependencies(self, request: Message) -> None:
         self.agent.callee.requests.accept(request)
-        self.agent.pool.submit(RequestJob(request, self._answer_dependencies))
+        self.agent.pool.submit(RequestJob(request, self.agent.callee.fail, self._answer_dependencies))
 
     def _answer_dependencies(self, request: Message) -> None:
         """Answers what the tensors that this worker has sent were computed from; in the pool."""
@@ -135,7 +135,7 @@ class AutogradService(Service, BackwardOfValue):
 
     def _on_backward(self, request: Message) -> None:
         self.agent.callee.requests.accept(request)
-        self.agent.receiver.run(RequestJob(request, self._take_part))
+        self.agent.receiver.run(RequestJob(request, self.agent.callee.fail, self._take_part))
 
     def _take_part(self, request: Message) -> None:
         """Runs this worker's part of a pass for the worker that has begun it; in the pool."""

@@ -144,7 +144,7 @@ class QueueService(Service):
     ) -> None:
         self._waiting.pop(waiter, None)
         answer = partial(self._answer, sink=sink, queue=queue, waiter=waiter)
-        self.agent.receiver.run(RequestJob(request, answer))
+        self.agent.receiver.run(RequestJob(request, sink.fail, answer))
 
     def _answer(
         self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter

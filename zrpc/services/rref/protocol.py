@@ -132,15 +132,12 @@ class _Serials:
             self._advance()
         return False
 
-    def admit(self, serial: int) -> bool:
-        """Notes a number; returns False if it was noted before."""
-        if serial < self.next or serial in self.ahead:
-            return False
+    def admit(self, serial: int) -> None:
+        """Notes a number."""
         self.ahead.add(serial)
         if len(self.ahead) > _MAX_AHEAD:
             self.next = min(self.ahead)
         self._advance()
-        return True
 
     def _advance(self) -> None:
         while self.next in self.ahead:
@@ -383,11 +380,12 @@ class References:
 
     def handle(self, sender: MemberId, message: ReferenceMessage) -> None:
         """Handles a message of the protocol."""
+        verb, serial, rref_id, fork_id, parent_id = message
         if sender in self._lost:
             return
-        if not self._serials_in[sender].admit(message.serial):
+        serials = self._serials_in[sender]
+        if serial < serials.next or serial in serials.ahead:  # it came before
             return
-        verb, _, rref_id, fork_id, parent_id = message
         if verb is Verb.ADD:
             if parent_id == fork_id:
                 self.unmade.append(rref_id)
@@ -403,6 +401,7 @@ class References:
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
         else:
             self._delete(rref_id, fork_id, sender)
+        serials.admit(serial)  # last: if there was no memory for the rest, it is asked for again
 
     def on_messages_lost(self, member: MemberId) -> None:
         """Asks a member for its messages again, from the first that has not come."""

@@ -199,14 +199,16 @@ class RRefService(Service, MessageHooks, HasOrders):
 
     def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
         """Answers a fetch: from an actor in its turn."""
-        if value.mailbox is None:
-            self.agent.receiver.run(RequestJob(request, partial(self._answer_fetch, value)))
+        mailbox, callee = value.mailbox, self.agent.callee
+        fail = callee.fail if mailbox is None else mailbox.sink.fail
+        work = self._answer_fetch if mailbox is None else self._answer_in_turn
+        begin = partial(self.agent.receiver.run, RequestJob(request, fail, partial(work, value)))
+        if mailbox is None:
+            begin()
             return
-        answer = RequestJob(request, partial(self._answer_in_turn, value))
-        request.scope.mailbox = value.mailbox
-        begin = partial(self.agent.receiver.run, answer)
-        call = request, begin, partial(self.agent.callee.refuse, request)
-        do(value.mailbox.arrive(call, request.sender, turn[0] if turn else None))
+        request.scope.mailbox = mailbox
+        call = request, begin, partial(callee.refuse, request)
+        do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
 
     def _answer_in_turn(self, value: OwnedValue, request: Message) -> None:
         """Answers a fetch of an actor; in the pool."""

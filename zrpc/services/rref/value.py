@@ -78,19 +78,26 @@ class OwnedValue:
         self._followers: list[_Follower] | None = None  # usually there are none
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
-        """Sets the value or the error, once, and calls the followers."""
+        """Sets the value or the error, once, and calls the followers.
+
+        If one fails, for lack of memory, the next call of this goes on with it.
+        """
         with uninterrupted, self._lock:
-            if self.ready:
-                return
-            self._value, self._error = value, error
-            if error is not None:
-                # As text: the frames of a traceback would keep the call's arguments alive.
-                cause = RemoteError(traceback_of(error))
-                set_cause(error.with_traceback(None), cause)
-            self.ready = True
+            if not self.ready:
+                self._value, self._error = value, error
+                if error is not None:
+                    # As text: the frames of a traceback would keep the call's arguments alive.
+                    cause = RemoteError(traceback_of(error))
+                    set_cause(error.with_traceback(None), cause)
+                self.ready = True
             followers, self._followers = self._followers, None
-        for follower, _ in followers or ():
-            follower()
+        try:
+            while followers:
+                followers[0][0]()
+                del followers[0]
+        except BaseException:
+            self._followers = followers
+            raise
 
     def holds(self, value: object) -> bool:
         """Returns whether this is the value."""

@@ -91,10 +91,15 @@ class Producer:
         """Takes credit of the consumer; in the I/O thread."""
         with self._lock:
             due, wake = self.outflow.give(credit), self.outflow.wake()
-        if due:
-            self._send()
-        if wake:
-            self._go_on()
+        try:
+            if due:
+                self._send()
+            if wake:
+                self._go_on()
+        except BaseException:
+            if wake:
+                self.outflow.rests_since = monotonic()  # no thread runs it: `close` must
+            raise
 
     def close(self, error: BaseException | None = None) -> None:
         """Closes the generator after the step that runs; its consumer gets an error, if it waits.
@@ -175,7 +180,12 @@ class Producer:
         with self._lock:
             self.outflow.ended = True
             self.error = self.error or error
-        self.done.set_result(None)
+        if not self.done.done():
+            self.done.set_result(None)
+
+    def _on_error(self, _: Message, error: BaseException) -> None:
+        """Ends the stream with an error of the job that runs the generator, or ends it."""
+        self._end(error)
 
     def _report_close(self, error: BaseException) -> None:
         """Logs what a generator has raised when it was closed: nobody else gets to know."""
@@ -209,7 +219,7 @@ class PlainProducer(Producer):
         self._grad, self._inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
     def _go_on(self) -> None:
-        self._agent.receiver.run(RequestJob(self._request, self._run))
+        self._agent.receiver.run(RequestJob(self._request, self._on_error, self._run))
 
     def _run(self, _: Message) -> None:
         """Runs the generator until it must rest, in a thread of the pool."""
@@ -292,7 +302,8 @@ class AsyncProducer(Producer):
             self._report_close(error)
         finally:
             self._scope.follow(None)  # the task refers to its context, and that to the scope
-        self._agent.receiver.run(partial(self._end, failure))
+        end = RequestJob(self._request, self._on_error, lambda _: self._end(failure))
+        self._agent.receiver.run(end)
 
     async def _steps(self) -> None:
         loop, until = asyncio.get_running_loop(), 0.0
@@ -313,8 +324,9 @@ class AsyncProducer(Producer):
                 return
             if self._add(value, in_loop=True) is None:
                 added: asyncio.Future[None] = loop.create_future()
-                job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
-                self._agent.receiver.run(RequestJob(self._request, job))
+                tell = partial(_tell, loop, added)
+                job = partial(self._add_elsewhere, tell, value)
+                self._agent.receiver.run(RequestJob(self._request, lambda _, e: tell(e), job))
                 await added
 
     def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:

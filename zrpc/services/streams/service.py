@@ -128,7 +128,11 @@ class StreamService(Service, MakesStreams):
         if consumer is not None and consumer.call.peer == batch.sender:
             if consumer.call.window is not None:
                 self.agent.caller.calls.give_back_room(consumer.call)
-            consumer.arrive(batch)
+            try:
+                consumer.arrive(batch)
+            except Exception as error:  # no memory, for example: only this stream ends
+                consumer.end(error)
+                consumer.call.cancel()
 
     # -- the callee ------------------------------------------------------------------------
 
@@ -187,7 +191,10 @@ class StreamService(Service, MakesStreams):
     def _on_credit(self, message: Message) -> None:
         producer = self._producers.get((message.sender, message.call_id))
         if producer is not None:
-            producer.give(Credit.parse(message))
+            try:
+                producer.give(Credit.parse(message))
+            except Exception as error:  # no memory, for example: only this stream ends
+                producer.close(error)
 
     def take_producer(self, request: Message) -> Producer | None:
         """Takes out the producer of a request, which has ended; None if it has never begun."""
