@@ -256,11 +256,16 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
         with uninterrupted:
             if not claim():
                 return False
-            if error is not None:
-                self._kept = KeptError([error])
-                self._failed = self._kept.failure.name
-                self._set_unwrap_func(self._kept.failure.raise_it)
-            self._set(result)
+            try:
+                if error is not None:
+                    self._kept = KeptError([error])
+                    self._failed = self._kept.failure.name
+                    self._set_unwrap_func(self._kept.failure.raise_it)
+                self._set(result)
+            except BaseException:
+                if not super().done():  # no memory for a frame, for example: it may be tried again
+                    self._open = True
+                raise
             return True
 
     def _claim_for_program(self) -> bool:
@@ -391,10 +396,15 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             release_interrupts()
             return
         self._cancelled = isinstance(outcome, RpcCancelledError)
-        self._claim()
-        self._call = None
         try:
+            self._claim()
+            self._call = None
             self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
+        except BaseException:
+            if not (super().done() or in_main_thread()):  # it was never begun: no memory
+                self._call = call
+                call.outcome.append(outcome)
+            raise
         finally:
             self._calling.calls.handed.discard(weakref.ref(call))
 
@@ -411,11 +421,11 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
                 self._fail(Failure(decode, without_frames(error)))
             else:
                 self._set(value)
-        except BaseException:
-            if not super().done() and interruptible:
-                with uninterrupted:
-                    self._calling.complete(functools.partial(self._complete_from, decode))
+        except BaseException as error:
+            if not super().done():
+                if interruptible:
+                    with uninterrupted:
+                        self._calling.complete(functools.partial(self._complete_from, decode))
+                else:
+                    self._fail(Failure(decode, error))
             raise
-        finally:
-            if not super().done() and not interruptible:
-                self._fail(Failure(decode, KeyboardInterrupt()))

@@ -191,19 +191,20 @@ class PendingCalls:
         Returns:
             The call; None if it isn't in the table, or no longer: then another thread settles it.
         """
-        ready: Sequence[PendingCall] = ()
+        ready: list[Callable[[], None]] = []
         with self._lock:
             call = self.by_id.get(call_id)
             if call is None:
                 return None
-            window, call.window = call.window, None
+            window = call.window
             if window is not None:
-                if call.state is _SENDING:
-                    window.used -= call.size
                 if window.queue:
-                    ready = self._let_in(window, call)
-                elif not window.used and window.caller is not None:  # it may not call any more
-                    del self._windows[window.peer, window.caller]
+                    self._let_in(window, call, ready)
+                else:
+                    window.used -= call.size
+                    if not window.used and window.caller is not None:  # it may not call any more
+                        del self._windows[window.peer, window.caller]
+                call.window = None
             handed = call.follower is not None and bool(call.waiters)
             if handed:
                 self.handed.add(weakref.ref(call, self.handed.discard))
@@ -228,10 +229,11 @@ class PendingCalls:
             try:
                 if call.parent is not None:
                     call.parent.release(call)
-                for each in ready:
-                    if each.room is not None:
-                        each.room.go()
+                if ready:
+                    self._let_go(ready)
             finally:
+                if ready:  # one has failed
+                    self._in_next_turn(partial(self._let_go, ready))
                 if call.follower is not None:
                     follower, call.follower = call.follower, None  # or the two keep each other
                     try:
@@ -243,40 +245,50 @@ class PendingCalls:
                         raise
         return call
 
-    def _let_in(self, window: Window, ended: PendingCall) -> Sequence[PendingCall]:
-        """Lets in the queued calls that fit now; the lock is held.
+    def _let_in(self, window: Window, ended: PendingCall, ready: list[Callable[[], None]]) -> None:
+        """Lets in the queued calls that fit when one has ended; the lock is held.
 
-        Returns:
-            These calls, and the one that has ended if it was queued: their waits are over.
+        It adds what lets these calls go on to ``ready``, and that of the one that has ended, if it
+        was queued.
         """
-        queue, over = window.queue, list[PendingCall]()
-        if ended.state is _QUEUED:
+        queue = window.queue
+        if ended.state is _SENDING:
+            window.used -= ended.size
+        else:
             queue.remove(ended)
-            over.append(ended)
+            assert ended.room is not None
+            ready.append(ended.room.go)
         while queue and (not window.used or window.used + queue[0].size <= self.limit):
             first = queue.popleft()
             first.state = _SENDING
             window.used += first.size
-            over.append(first)
+            assert first.room is not None
+            ready.append(first.room.go)
         if not window.used and window.caller is not None:  # that handler may not call any more
             del self._windows[window.peer, window.caller]
-        return over
+
+    def _let_go(self, ready: list[Callable[[], None]]) -> None:
+        """Lets calls go on that were let in; takes them out."""
+        while ready:
+            ready[0]()
+            del ready[0]
 
     def give_back_room(self, call: PendingCall) -> None:
         """Lets others use a call's room, since its callee has begun, and sends parts of an answer.
 
         In the I/O thread.
         """
-        ready: Sequence[PendingCall] = ()
+        ready: list[Callable[[], None]] = []
         with self._lock:
             window = call.window
             if window is not None and call.call_id in self.by_id:
+                self._let_in(window, call, ready)
                 call.window = None
-                window.used -= call.size
-                ready = self._let_in(window, call)
-        for each in ready:
-            if each.room is not None:
-                each.room.go()
+        try:
+            self._let_go(ready)
+        finally:
+            if ready:  # one has failed
+                self._in_next_turn(partial(self._let_go, ready))
 
     def cancel(self, call: PendingCall) -> bool:
         """Settles a call with an error and has the callee told; see `PendingCall.cancel`."""

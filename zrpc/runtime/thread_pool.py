@@ -33,6 +33,7 @@ from zrpc.runtime.thread_frames import processor_time_of
 logger = logging.getLogger(__name__)
 
 # One that answers a request has a method ``fail(error)``, which is called if it raises an error.
+# Any other is done once more if there was no memory for it.
 Job = Callable[[], None]
 
 # More threads than this wait at once only if a program recurses without end.
@@ -405,10 +406,12 @@ class HandlerPool:
         except BaseException as error:
             with printing_errors():
                 fail = getattr(job, "fail", None)
-                if fail is None:
-                    logger.exception("A job of %s failed; its thread goes on", self._name)
-                else:
+                if fail is not None:
                     fail(error)
+                else:
+                    logger.exception("A job of %s failed; its thread goes on", self._name)
+                    if isinstance(error, (MemoryError, RecursionError)):
+                        self._copy_of_context().run(job)  # somebody may wait for what it does
         if generation != forks.generation:  # a callback has forked, and has returned in the child
             forks.exit_child()
         self.times.took(time.perf_counter() - _thread.begun)

@@ -114,7 +114,8 @@ class AutogradService(Service, BackwardOfValue):
 
     def _on_dependencies(self, request: Message) -> None:
         self.agent.callee.requests.accept(request)
-        self.agent.pool.submit(RequestJob(request, self.agent.callee.fail, self._answer_dependencies))
+        fail = self.agent.callee.fail
+        self.agent.pool.submit(RequestJob(request, fail, self._answer_dependencies))
 
     def _answer_dependencies(self, request: Message) -> None:
         """Answers what the tensors that this worker has sent were computed from; in the pool."""

@@ -194,8 +194,8 @@ class RRefService(Service, MessageHooks, HasOrders):
     def _on_fetch(self, request: Message) -> None:
         rref_id, *turn = request.attachment(Tag.SUBJECT)
         value = self.find_value(rref_id)
-        scope = self.agent.callee.requests.accept(request)
-        value.when_ready(partial(self._fetch, request, value, turn), scope)
+        begin = partial(self._fetch, request, value, turn)
+        value.when_ready(begin, self.agent.callee.requests.accept(request))
 
     def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
         """Answers a fetch: from an actor in its turn."""
@@ -283,10 +283,9 @@ class RRefService(Service, MessageHooks, HasOrders):
         return method, args, kwargs
 
     def _on_reference(self, message: Message) -> None:
-        sender, batch = message.sender, ReferenceMessage.parse_all(message.body)
         with self.lock:
-            for each in batch:
-                self.references.handle(sender, each)
+            for each in ReferenceMessage.parse_all(message.body):
+                self.references.handle(message.sender, each)
         self.settle_references()
 
     def _receive_forks(self, message: Message, data: bytes) -> list[tuple[ForkId, Any]]:
@@ -298,12 +297,18 @@ class RRefService(Service, MessageHooks, HasOrders):
         with self.lock:
             for fork in forks:
                 self.references.receive(fork, message.sender)
-        values = [self.find_value(f.rref_id) if f.owner == self.member else None for f in forks]
-        self.settle_references()
-        return [
-            (fork.fork_id, self._make_handle(self, fork, value))
-            for fork, value in zip(forks, values, strict=True)
-        ]
+        handles: list[tuple[ForkId, Any]] = []
+        try:
+            self.settle_references()
+            for fork in forks:
+                value = self.find_value(fork.rref_id) if fork.owner == self.member else None
+                handles.append((fork.fork_id, self._make_handle(self, fork, value)))
+        except BaseException:  # no memory; they were received nevertheless
+            message.attachments = {}
+            for rref_id, fork_id, owner, _ in forks[len(handles) :]:
+                self.dropped.append((rref_id, None if owner == self.member else fork_id))
+            raise
+        return handles
 
     @override
     def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
@@ -375,7 +380,6 @@ class RRefService(Service, MessageHooks, HasOrders):
             values, self.values = self.values, defaultdict(OwnedValue)
         for value in values.values():
             value.set(error=has_shut_down())  # threads may wait for one that is still to be made
-        values.clear()
 
     # -- values and references -----------------------------------------------------------
 
@@ -429,7 +433,10 @@ class RRefService(Service, MessageHooks, HasOrders):
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
-        self._send_outgoing()
+        with self.lock:
+            outgoing, references.outgoing = references.outgoing, []
+        for member, body in bodies(outgoing):
+            self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
         try:
             while ready:
                 ready.pop(0)()
@@ -437,12 +444,6 @@ class RRefService(Service, MessageHooks, HasOrders):
             if ready:  # one has failed: the others begin at the next tick
                 with self.lock:
                     references.ready[:0] = ready
-
-    def _send_outgoing(self) -> None:
-        with self.lock:
-            outgoing, self.references.outgoing = self.references.outgoing, []
-        for member, body in bodies(outgoing):
-            self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
 
 
 def _number(rref_id: RRefId) -> int:

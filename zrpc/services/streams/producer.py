@@ -324,9 +324,10 @@ class AsyncProducer(Producer):
                 return
             if self._add(value, in_loop=True) is None:
                 added: asyncio.Future[None] = loop.create_future()
-                tell = partial(_tell, loop, added)
-                job = partial(self._add_elsewhere, tell, value)
-                self._agent.receiver.run(RequestJob(self._request, lambda _, e: tell(e), job))
+                job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
+                self._agent.receiver.run(
+                    RequestJob(self._request, partial(_fail, loop, added), job)
+                )
                 await added
 
     def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:
@@ -337,6 +338,15 @@ class AsyncProducer(Producer):
             tell(error)
         else:
             tell()
+
+
+def _fail(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[None],
+    _: Message,
+    error: BaseException,
+) -> None:
+    _tell(loop, future, error)
 
 
 def _tell(
