@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import threading
 import time
@@ -16,7 +17,15 @@ import torch
 import zrpc as rpc
 from tests.support.handled import signal_handlers
 from tests.support.observed import stats_of
-from tests.support.steps import SHARES, at_entry, at_step, some_steps
+from tests.support.steps import (
+    SHARES,
+    STEPS,
+    ThreadEntries,
+    at_entry,
+    at_step,
+    drawn_steps,
+    some_steps,
+)
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, local_mesh
@@ -25,6 +34,7 @@ pytestmark = pytest.mark.system  # they take some seconds in all
 
 LARGE = torch.ones(100_000)
 LIMIT = 1 << 20
+_OPTIONS = {"rpc_timeout": 15, "max_bytes_in_flight": LIMIT}
 
 
 class Counter:
@@ -141,7 +151,7 @@ each_work = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
-    options = {"rpc_timeout": 20, "transport": request.param, "max_bytes_in_flight": LIMIT}
+    options = {**_OPTIONS, "transport": request.param}
     with local_mesh(2, timeout=3600, options=options) as mesh:
         with mesh.agent(0).as_current():
             for work in WORK:  # opens the connections, for example
@@ -170,6 +180,11 @@ def steps_of(request: pytest.FixtureRequest) -> Callable[..., list[int]]:
 
 def send() -> None:
     signal.raise_signal(signal.SIGUSR1)
+
+
+def is_empty(mesh: Mesh) -> bool:
+    stats = [stats_of(mesh, rank) for rank in range(2)]
+    return not any(s.rrefs_owned or s.rrefs_held or s.autograd_contexts for s in stats)
 
 
 def settles(mesh: Mesh) -> bool:
@@ -251,6 +266,42 @@ def test_no_memory_or_stack_for_a_function_in_a_thread(
         assert not thread.is_alive(), number
         work()
     assert until(lambda: settles(mesh))
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("worker", [0, 1])
+def test_no_memory_or_stack_for_a_function_in_the_threads_of_a_worker(
+    work: Callable[[], None], worker: int, share: int
+) -> None:
+    """That work may fail, but soon. The next one is as good as the first, and nothing is left.
+
+    A mesh for each step, since Python ends the profile of a thread in which it has raised.
+    """
+    entries = ThreadEntries(f"zrpc-worker{worker}-")
+
+    def interrupted(number: int) -> None:
+        error = (MemoryError, RecursionError)[number % 2]
+        with entries.profiled(), local_mesh(2, timeout=3600, options=_OPTIONS) as mesh:
+
+            def run() -> None:
+                with mesh.agent(0).as_current(), contextlib.suppress(Exception):
+                    work()
+
+            run()
+            thread = threading.Thread(target=run, daemon=True)
+            with entries.at(number, error):
+                thread.start()
+                thread.join(SOON)
+            assert not thread.is_alive(), entries.place
+            with mesh.agent(0).as_current():
+                work()
+            gc.collect()  # the errors refer to RRefs
+            assert until(lambda: settles(mesh) and is_empty(mesh)), entries.place
+
+    interrupted(0)
+    for number in drawn_steps(entries.count, STEPS // 10, share):
+        interrupted(number)
 
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
