@@ -36,7 +36,7 @@ _COUNTED = f"{_ROOT}{os.sep}"
 _NOT_COUNTED = f"{_ROOT / 'testing'}{os.sep}"
 
 # How many steps of a piece of work `some_steps` draws.
-STEPS = int(os.environ.get("ZRPCSTEPS", "40"))
+STEPS = int(os.environ.get("ZRPC_STEPS", "40"))
 # Into how many tests they are divided, since each test has a limit.
 SHARES = 1 if STEPS < 1000 else 16
 
@@ -201,7 +201,7 @@ def count_steps(work: Callable[[], object], at: Any = at_step) -> int:
 def some_steps(
     work: Callable[[], object], share: int | None = None, at: Any = at_step
 ) -> list[int]:
-    """Returns steps at which to interrupt a piece of work: as many as ``ZRPCSTEPS``, or all.
+    """Returns steps at which to interrupt a piece of work: as many as ``ZRPC_STEPS``, or all.
 
     If ``share`` is a number, of these one of `SHARES` equal shares.
     """
