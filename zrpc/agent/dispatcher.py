@@ -15,7 +15,6 @@ from zrpc.membership.view import Membership
 from zrpc.transport.chunks import BEGINS_CHUNK, Assembler, head_of_remnant
 from zrpc.transport.identity import BULK_LETTER
 from zrpc.transport.network import size_of
-from zrpc.transport.unix_stream import Received
 from zrpc.wire.kind import ANSWERS, REQUESTS, UNCOUNTED, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message, parse, parse_head
@@ -95,8 +94,11 @@ class Dispatcher:
         """
         self._readers[tag] = reader
 
-    def dispatch(self, at_hand: deque[Received]) -> None:
+    def dispatch(self, at_hand: deque[tuple[bytes, bytes, Sequence[Any]]]) -> None:
         """Deals with the first of the messages that have come from the network; takes it out.
+
+        Args:
+            at_hand: of each its sender's identity, the first frame and the buffers.
 
         Raises:
             Exception: what its handler raises; the caller that waits for an answer was told.
