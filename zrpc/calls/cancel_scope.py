@@ -60,6 +60,8 @@ class CancelScope:
         mailbox: of the actor that it calls; None if it calls none.
         in_steps: whether the handler is a generator, which may run in one thread after another.
         rests: whether that generator holds no thread, until its items are read.
+        batch: the request of the batch that runs for this call and others; else None. It has the
+            caller and the number of the first of them.
     """
 
     # Defaults on the class: a scope is made for each call, and few need more than the first two.
@@ -80,6 +82,7 @@ class CancelScope:
     mailbox: Any = None
     in_steps = False
     rests = False
+    batch: Any = None
     _children: set[PendingCall] | None = None
     _on_cancel: Callable[[], object] | None = None
     # Opens when the scope is cancelled; made by the first wait.

@@ -79,6 +79,9 @@ def test_an_empty_slice_calls_nobody(joined: Mesh) -> None:
     group = zrpc.group("*")
     assert zrpc.rpc_sync(group[4:], name) == []
     assert len(zrpc.remote(group[4:], list)) == 0
+    assert zrpc.rpc_sync(group[4:], echo, args=(zrpc.each([]), zrpc.split([1]))) == []
+    with pytest.raises(ValueError, match=r"expected each\(\) of 0 values"):
+        zrpc.rpc_sync(group[4:], echo, args=(zrpc.each([1]),))
 
 
 @pytest.mark.parametrize(

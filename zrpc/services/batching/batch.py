@@ -76,10 +76,13 @@ class Batch:
         self._ended = ended
         self.context = calls[0].context
         # No worker has sent this one.
-        self.request = Message(calls[0].request.kind)
-        self.request.attachments = {Tag.DEVICE: device_of(calls[0].request)}
+        first = calls[0].request
+        self.request = Message(first.kind, first.call_id, sender=first.sender)
+        self.request.attachments = {Tag.DEVICE: device_of(first)}
         self.request.scope = _BatchScope([call.request.scope for call in calls])
-        self.request.scope.mailbox = calls[0].request.scope.mailbox
+        self.request.scope.mailbox = first.scope.mailbox
+        for call in calls:
+            call.request.scope.batch = self.request
 
     def resolve(self) -> Called:
         """Returns the function, and the arguments of all calls; these let go of them."""

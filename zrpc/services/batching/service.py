@@ -140,19 +140,24 @@ class BatchingService(Service):
             return
         turn = Message(Kind.METHOD, sender=self.agent.worker_info.member_id)
         turn.scope = CancelScope(self.agent.worker_info, 0)
-        begin = partial(run, partial(self._run_in_turn, key, gathering, turn.scope))
+        begin = partial(run, partial(self._run_in_turn, key, gathering, turn))
         call = turn, begin, partial(self._refuse, key, gathering)
         _do(key.mailbox.arrive(call, method=key.method))
 
-    def _run_in_turn(
-        self, key: _Key, gathering: Gathering[BatchedCall], scope: CancelScope
-    ) -> None:
+    def _run_in_turn(self, key: _Key, gathering: Gathering[BatchedCall], turn: Message) -> None:
         """Runs as one call of an actor; in a thread of the pool."""
+        scope = turn.scope
         scope.begin()
         _do(key.mailbox.on_begun(scope))
-        self._run(key, gathering, lambda: _do(key.mailbox.end(scope)))
+        self._run(key, gathering, lambda: _do(key.mailbox.end(scope)), turn)
 
-    def _run(self, key: _Key, gathering: Gathering[BatchedCall], ended: Callable[[], None]) -> None:
+    def _run(
+        self,
+        key: _Key,
+        gathering: Gathering[BatchedCall],
+        ended: Callable[[], None],
+        turn: Message | None = None,
+    ) -> None:
         """Calls the function for those that wait; in a thread of the pool."""
         live = []
         for call in self._take(key, gathering):
@@ -165,6 +170,9 @@ class BatchingService(Service):
             ended()
             return
         batch = Batch(live, ended)
+        if turn is not None:  # the mailbox shows this one as what runs
+            turn.sender, turn.call_id = batch.request.sender, batch.request.call_id
+            turn.scope = batch.request.scope
         loop, run = self.agent.event_loop, self.agent.receiver.run
         with current_device(device_of(batch.request)):
             batch.context.run(Execution(batch.request, batch, batch.resolve, loop, run))

@@ -46,6 +46,8 @@ class Split(PerMember):
     @override
     def values(self, count: int) -> Sequence[Any]:
         value = self._value
+        if not count:
+            return ()
         if not _is_structure(value):
             return self._parts(value, count)
         leaves, structure = tree_flatten(value, is_leaf=_is_leaf)

@@ -171,7 +171,7 @@ class Bodies:
         holes = [hole for part in {*self._parts.values()} for hole in part.holes]
         self._find_shared(holes)
         for hole in holes:
-            if isinstance(hole, PerMember) and members and id(hole) not in self._values:
+            if isinstance(hole, PerMember) and id(hole) not in self._values:
                 self._values[id(hole)] = hole.values(len(members))
                 self._pack_repeated(hole)
         self._lay_in_memory()

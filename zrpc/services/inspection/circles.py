@@ -113,7 +113,7 @@ class CircleSearch:
         for cycle, text in report.circles():
             waiting: dict[MemberId, list[Any]] = {}
             for node, _ in cycle:
-                if node.kind == "request" and report.graph.request(node).behind:
+                if node.kind == "request" and report.graph.request(node).actor:
                     waiting.setdefault(node.member, []).append(node.key)
             for member, calls in waiting.items():
                 found.setdefault(member, []).append(Circle(calls, text[:_MAX_TEXT]))

@@ -26,7 +26,12 @@ from zrpc.options import DEFAULT_WARN_AFTER_SEC
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.inspection.questions import Standings
 from zrpc.services.inspection.snapshot import Actor, Call, Member, Pool, Request, Snapshot
-from zrpc.services.inspection.stacks import activities, requests_to_begin, waiters_of
+from zrpc.services.inspection.stacks import (
+    activities,
+    first_of_batch,
+    requests_to_begin,
+    waiters_of,
+)
 from zrpc.services.rref.service import RRefService
 from zrpc.services.streams.service import StreamService
 from zrpc.wire.kind import Kind, Tag
@@ -263,6 +268,7 @@ def _rrefs(request: Message) -> tuple[str, str]:
 def _request(request: Message, work: _Work) -> Request:
     makes, needs = _rrefs(request)
     actor, running, _ = work.turns.get(id(request), ("", [], 0))
+    first = first_of_batch(request)
     return Request(
         caller=request.sender,
         id=request.call_id,
@@ -273,7 +279,7 @@ def _request(request: Message, work: _Work) -> Request:
         makes=makes,
         needs=needs,
         actor=actor,
-        behind=[(each.sender, each.call_id) for each in running],
+        behind=[(each.sender, each.call_id) for each in running] if first is None else [first],
         rests=request.scope.rests,
     )
 

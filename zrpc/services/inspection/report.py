@@ -233,6 +233,11 @@ class Report:
             return (
                 f"the stream {self._request(request)} rests until its items are read at {reader}."
             )
+        if request.behind and not request.actor:
+            return (
+                f"{self._request(request)} is in one batch with "
+                f"{self._request(self.graph.request(link.to))}."
+            )
         if request.behind:
             return (
                 f"{self._request(request)} waits for its turn on the actor {request.actor}, which "

@@ -64,6 +64,7 @@ class Request:
         needs: the RRef whose value it asks for; empty if it asks for none.
         actor: the class of the actor that it calls, if it waits for its turn there.
         behind: the caller and the number of each call that runs there; one of them must end first.
+            Of a call in a batch that runs: the first one of the batch.
         rests: whether it is a generator that rests until its items are read.
     """
 

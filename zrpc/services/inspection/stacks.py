@@ -45,6 +45,7 @@ from zrpc.services.inspection.snapshot import Activity, Frame
 from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.service import StreamService
 from zrpc.services.streams.source import Source
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 _HERE = os.path.dirname(__file__) + os.sep
@@ -121,14 +122,31 @@ def requests_to_begin(agent: Agent) -> list[Message]:
 # -- from what calls and handlers note -------------------------------------------------------
 
 
+def _handled(agent: Agent) -> list[tuple[Message, CancelScope]]:
+    """Returns the requests, each with the scope that it runs in; of a batch only the first."""
+    return [
+        (each, each.scope if each.scope.batch is None else each.scope.batch.scope)
+        for each in agent.callee.requests.all()
+        if first_of_batch(each) is None
+    ]
+
+
+def first_of_batch(request: Message) -> tuple[MemberId, int] | None:
+    """Returns the caller and the number of the call that a request runs with, if it is another."""
+    batch = request.scope.batch
+    if batch is None or (batch.sender, batch.call_id) == (request.sender, request.call_id):
+        return None
+    return batch.sender, batch.call_id
+
+
 def _handlers(agent: Agent) -> dict[int, Message]:
     """Returns the request that each thread handles, or has handed over to a coroutine, by ident.
 
     A thread handles one at a time: the latest that is not answered.
     """
     found = {}
-    for request in agent.callee.requests.all():
-        scope, task = request.scope, request.scope.task
+    for request, scope in _handled(agent):
+        task = scope.task
         if task is not None:
             loop = agent.event_loop.thread
             if loop is not None and asyncio.current_task(task.get_loop()) is task:
@@ -175,16 +193,17 @@ def waiters_of(call: PendingCall) -> tuple[int, ...]:
 
 def _coroutines(agent: Agent) -> list[Activity]:
     """Returns the handlers that are coroutines, and wait or are still to begin."""
-    coroutines = {id(request): (request, coroutine) for request, coroutine in _coming(agent)}
-    for request in agent.callee.requests.all():
-        task = request.scope.task
+    coroutines: dict[int, tuple[Message, Any, Any]] = {
+        id(request): (request, each, None) for request, each in _coming(agent)
+    }
+    for request, scope in _handled(agent):
+        task = scope.task
         if task is not None and not task.done():
-            coroutines[id(request)] = (request, task.get_coro())
+            coroutines[id(request)] = (request, task.get_coro(), task)
     found = []
-    tasks = [request.scope.task for request, _ in coroutines.values()]
-    wakers = _wakers({task.get_loop() for task in tasks if task is not None})
-    for request, coroutine in coroutines.values():
-        found.append(_of_coroutine(agent, coroutine, request.scope.task, request, wakers))
+    wakers = _wakers({task.get_loop() for *_, task in coroutines.values() if task is not None})
+    for request, coroutine, task in coroutines.values():
+        found.append(_of_coroutine(agent, coroutine, task, request, wakers))
         found[-1].task = True
     return found
 
@@ -192,8 +211,8 @@ def _coroutines(agent: Agent) -> list[Activity]:
 def _futures_returned(agent: Agent) -> list[Activity]:
     """Returns what the handlers wait for that have returned a future of other calls."""
     found = []
-    for request in agent.callee.requests.all():
-        returned = request.scope.returned
+    for request, scope in _handled(agent):
+        returned = scope.returned
         if returned is not None and (calls := _ids([returned()], agent)):
             found.append(_activity("a future", [], request))
             found[-1].calls = calls
