@@ -19,13 +19,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
 
 from zrpc.runtime import forks, garbage_collector
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, uninterrupted
 from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
+from zrpc.runtime.pool_load import PoolLoad
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_frames import processor_time_of
@@ -132,32 +132,6 @@ def waiting() -> Iterator[None]:
         pool._unblock()
 
 
-class Load(NamedTuple):
-    """What a pool has to do.
-
-    Attributes:
-        size: the number of jobs that may run at once.
-        running: the number of jobs that run, without those that wait for another worker.
-        waiting: the number of jobs that wait for another worker.
-        idle: the number of threads without a job.
-        threads: the number of threads.
-        full_for: for how many seconds some job has always waited; 0 if none waits.
-        none_begun_for: for how many of these seconds no job was begun.
-        queued: the number of jobs that wait for a thread.
-        backlog: the first of those.
-    """
-
-    size: int
-    running: int
-    waiting: int
-    idle: int
-    threads: int
-    full_for: float
-    none_begun_for: float
-    queued: int
-    backlog: list[Job]
-
-
 class HandlerPool:
     """Runs jobs in threads that start when first needed, at most ``size`` of them running.
 
@@ -215,12 +189,12 @@ class HandlerPool:
             threads = len(self._threads) + len(self._guests)
             return len(self._backlog) + threads - len(self._idle)
 
-    def load(self, limit: int) -> Load:
+    def load(self, limit: int) -> PoolLoad:
         """Returns how much there is to do, with at most ``limit`` of the queued jobs."""
         with uninterrupted, self._lock:
             at_work = len(self._threads) + len(self._guests) - len(self._idle)
             full_for = time.monotonic() - self._full_since if self._backlog else 0.0
-            return Load(
+            return PoolLoad(
                 self._size,
                 self._running,
                 at_work - self._running,
