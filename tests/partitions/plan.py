@@ -12,11 +12,14 @@ HEARTBEAT_SECONDS = 3.0
 _SHORT_SECONDS = (0.1, 1.0)
 _LONG_SECONDS = 2.5 * HEARTBEAT_SECONDS
 TRANSFER_BYTES = 16_000_000
+# How long a flapping link is cut each time, and how long it then is not.
+_FLAP_SECONDS = ((0.2, 1.5), (0.1, 1.0))
 MOMENTS = ("work", "init", "shutdown")
 # What happens, and for how many seconds; None if it lasts.
 FAULTS = (
     "cut, short",
     "cut, long",
+    "flapping",
     "one way lost, short",
     "one way lost, long",
     "one way refused, long",
@@ -33,7 +36,7 @@ class Plan:
 
     Attributes:
         number: its number in the run.
-        hosts: the host of each worker, by rank.
+        hosts: the host of each worker, by rank; those of the newcomers are the last.
         moment: when the fault begins: while the workers work, meet or leave.
         after: seconds from the beginning of that moment to the fault.
         fault: one of `FAULTS`.
@@ -41,6 +44,9 @@ class Plan:
         victim: a host, which is cut off or vanishes; or a worker, by its rank.
         other: the host from which nothing arrives at the victim, if one way is lost.
         transfer_bytes: the size of the largest tensors.
+        flaps: of a flapping link, the seconds of each cut, and those after it.
+        newcomers: how many workers join an elastic mesh, the first during the fault and the others
+            after it; 0 if the mesh has a fixed size.
     """
 
     number: int
@@ -52,11 +58,22 @@ class Plan:
     victim: int
     other: int
     transfer_bytes: int = TRANSFER_BYTES
+    flaps: tuple[tuple[float, float], ...] = ()
+    newcomers: int = 0
+
+    def __str__(self) -> str:
+        newcomers = f", {self.newcomers} of them join" if self.newcomers else ""
+        return f"at {self.moment}: {self.fault}, {self.victim} of {self.hosts}{newcomers}"
 
     @property
     def names(self) -> list[str]:
         """The names of the workers."""
         return [f"w{rank}" for rank in range(len(self.hosts))]
+
+    @property
+    def founders(self) -> range:
+        """The ranks of the workers that are there from the beginning."""
+        return range(len(self.hosts) - self.newcomers)
 
     @property
     def may_be_noticed(self) -> bool:
@@ -76,9 +93,28 @@ class Plan:
         return self.fault == "host vanishes" and 0 in self.dead
 
     def may_be_out(self, rank: int) -> bool:
-        """Whether others may put out a worker: it is of a pair that others still reach."""
+        """Whether others may put out a worker: it is of a pair that others still reach.
+
+        A newcomer reaches both sides of a cut that is over.
+        """
+        if self.flaps or self.newcomers:
+            return self.may_be_noticed
         pairs = self.fault.startswith("one way") and self.may_be_noticed
         return pairs and self.hosts[rank] in (self.victim, self.other)
+
+    @property
+    def separated_for_good(self) -> bool:
+        """Whether workers that were apart are so to the end, though they reach each other again."""
+        return (self.fault, self.moment, self.newcomers) == ("cut, long", "work", 0)
+
+    def must_join(self, rank: int) -> bool:
+        """Whether a newcomer reaches the store and all members that others reach."""
+        if self.fault.startswith(("killed", "stopped")):
+            return self.victim != 0
+        during = rank == self.founders.stop
+        lasting = self.fault in ("cut, long", "host vanishes")
+        side = lasting and during and 0 != self.victim != self.hosts[rank]
+        return side or not self.may_be_noticed
 
     def on_host(self, host: int) -> list[int]:
         """Returns the ranks of the workers of a host."""
@@ -107,9 +143,28 @@ def draw(seed: int, number: int, transfer_bytes: int = TRANSFER_BYTES) -> Plan:
     if fault.startswith(("stopped", "killed")):
         victim = rng.randrange(len(hosts))
     seconds = None
+    flaps: tuple[tuple[float, float], ...] = ()
     if fault.endswith("short"):
         seconds = rng.uniform(*_SHORT_SECONDS)
     elif fault.endswith("long"):
         seconds = _LONG_SECONDS
+    elif fault == "flapping":
+        cut, whole = _FLAP_SECONDS
+        times = range(rng.randint(3, 6))
+        flaps = tuple((rng.uniform(*cut), rng.uniform(*whole)) for _ in times)
     after = rng.uniform(0.0, 1.5 if moment == "work" else 0.4)
-    return Plan(number, hosts, moment, after, fault, seconds, victim, other, transfer_bytes)
+    newcomers = 2 if moment == "work" and rng.random() < 0.4 else 0
+    living = [host for host in range(3) if fault != "host vanishes" or host != victim]
+    return Plan(
+        number=number,
+        hosts=(*hosts, *rng.choices(living, k=newcomers)),
+        moment=moment,
+        after=after,
+        fault=fault,
+        seconds=seconds,
+        victim=victim,
+        other=other,
+        transfer_bytes=transfer_bytes,
+        flaps=flaps,
+        newcomers=newcomers,
+    )

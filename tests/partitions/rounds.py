@@ -10,20 +10,21 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path as FilePath
 
 from tests.partitions.network import Path, Switch, address_of, connected
-from tests.partitions.plan import Plan
+from tests.partitions.plan import HEARTBEAT_SECONDS, Plan
 from tests.partitions.worker import EXIT_SECONDS, SLACK
+from tests.support.fault_rounds import Outcome
 from tests.transport.two_hosts import ENTER
 from zrpc.launch.task import Task
 from zrpc.membership.secret import new_secret
 from zrpc.testing.server import warm_server
 from zrpc.testing.startup import warm_up
 
-__all__ = ["Hosts", "Outcome", "hosts", "run_round"]
+__all__ = ["Hosts", "hosts", "run_round"]
 
 _ROOT = FilePath(__file__).parents[2]
 _PROGRAM = f"""
@@ -36,15 +37,6 @@ _PORT = 29_400
 _AFTER_SECONDS = 1.0
 _STEP_SECONDS = 150.0
 _POLL_SECONDS = 0.01
-
-
-@dataclass
-class Outcome:
-    """What a round has found: what was wrong, and how often each action was performed."""
-
-    plan: Plan
-    wrong: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True)
@@ -90,59 +82,64 @@ class _Driver:
         self._directory = directory
         self._outcome = outcome
         self._pids: dict[int, int] = {}
-        self._living = set(range(len(plan.hosts)))
+        self._secret = new_secret()
+        self._living: set[int] = set()
 
     def run(self) -> None:
-        self._start()
+        plan = self._plan
+        (self._directory / "worker.py").write_text(ENTER + _PROGRAM)
+        for rank in plan.founders:
+            self._start(rank)
         self._await("init")
-        if self._plan.moment == "init":
+        if plan.moment == "init":
             self._do_fault()
         self._await("ready")
         self._say("all ready")
         self._await("works", but_failed=True)
-        if self._plan.moment == "work":
+        if plan.moment == "work":
             self._do_fault()
+        self._await("ready", but_failed=True)
         time.sleep(_AFTER_SECONDS)
         self._say("over")
         self._await("idle", but_failed=True)
-        if self._plan.moment == "work":
+        if plan.moment == "work":
             self._compare_members()
         self._say("all idle")
         self._await("leaves", but_failed=True)
-        if self._plan.moment == "shutdown":
+        if plan.moment == "shutdown":
             self._do_fault()
         self._await("report")
         self._collect()
 
-    def _start(self) -> None:
-        script = self._directory / "worker.py"
-        script.write_text(ENTER + _PROGRAM)
-        secret = new_secret()
-        for rank, host in enumerate(self._plan.hosts):
-            runtime = self._directory / f"host{host}"
-            runtime.mkdir(exist_ok=True)
-            env = {
-                **{k: v for k, v in os.environ.items() if not k.startswith("ZRPC_")},
-                "PLAN": json.dumps(asdict(self._plan)),
-                "ROUND": str(self._directory),
-                "NAMESPACE": self._where.names[host],
-                "RANK": str(rank),
-                "WORLD_SIZE": str(len(self._plan.hosts)),
-                "MASTER_ADDR": address_of(0),
-                "MASTER_PORT": str(_PORT),
-                "ZRPC_RUNTIME_DIR": str(runtime),
-                "ZRPC_SECRET": secret,
-            }
-            with (self._directory / f"output.{rank}").open("ab") as output:
-                task = Task.script(str(script)).within(
-                    cwd=str(self._directory), env=env, line_buffered=True
-                )
-                fd = output.fileno()
-                self._pids[rank] = warm_server().spawn(task, stdout=fd, stderr=fd)
+    def _start(self, rank: int) -> None:
+        plan, host = self._plan, self._plan.hosts[rank]
+        runtime = self._directory / f"host{host}"
+        runtime.mkdir(exist_ok=True)
+        env = {
+            **{k: v for k, v in os.environ.items() if not k.startswith("ZRPC_")},
+            "PLAN": json.dumps(asdict(plan)),
+            "ROUND": str(self._directory),
+            "NAMESPACE": self._where.names[host],
+            "RANK": str(rank),
+            "MASTER_ADDR": address_of(0),
+            "MASTER_PORT": str(_PORT),
+            "ZRPC_RUNTIME_DIR": str(runtime),
+            "ZRPC_SECRET": self._secret,
+        }
+        if not plan.newcomers:
+            env["WORLD_SIZE"] = str(len(plan.hosts))
+        with (self._directory / f"output.{rank}").open("ab") as output:
+            task = Task.script(str(self._directory / "worker.py")).within(
+                cwd=str(self._directory), env=env, line_buffered=True
+            )
+            fd = output.fileno()
+            self._pids[rank] = warm_server().spawn(task, stdout=fd, stderr=fd)
+        self._living.add(rank)
 
     def _do_fault(self) -> None:
-        """Begins the fault, and ends it, unless it lasts."""
+        """Begins the fault, and ends it, unless it lasts; newcomers join during it and after it."""
         plan, switch = self._plan, self._where.switch
+        newcomers = range(plan.founders.stop, len(plan.hosts))
         time.sleep(plan.after)
         if plan.fault.startswith("stopped"):
             self._signal(plan.victim, signal.SIGSTOP)
@@ -150,17 +147,30 @@ class _Driver:
             path = Path.REFUSED if "refused" in plan.fault else Path.LOST
             switch.set(path, plan.other, plan.victim)
         elif plan.fault != "killed":
-            for host in set(range(3)) - {plan.victim}:
-                switch.set(Path.LOST, plan.victim, host)
-                switch.set(Path.LOST, host, plan.victim)
+            self._cut()
         for rank in plan.dead:
             self._signal(rank, signal.SIGKILL)
             self._living.discard(rank)
+        for rank in newcomers[:1]:
+            self._start(rank)
+        for cut, whole in plan.flaps:
+            self._cut()
+            time.sleep(cut)
+            switch.mend()
+            time.sleep(whole)
         if plan.seconds is not None:
             time.sleep(plan.seconds)
             switch.mend()
             if plan.fault.startswith("stopped"):
                 self._signal(plan.victim, signal.SIGCONT)
+        for rank in newcomers[1:]:
+            self._start(rank)
+
+    def _cut(self) -> None:
+        victim, switch = self._plan.victim, self._where.switch
+        for host in set(range(3)) - {victim}:
+            switch.set(Path.LOST, victim, host)
+            switch.set(Path.LOST, host, victim)
 
     def _signal(self, rank: int, number: int) -> None:
         warm_server().send_signal(self._pids[rank], number)
@@ -179,14 +189,18 @@ class _Driver:
         (self._directory / what).touch()
 
     def _compare_members(self) -> None:
-        """Any two workers that count each other agree about the others, too."""
+        """Waits until any two workers that count each other agree about the others, too."""
+        end = time.monotonic() + 2 * HEARTBEAT_SECONDS + SLACK
+        while not _agree(counted := self._counted()):
+            if time.monotonic() > end:
+                self._outcome.wrong.append(f"workers disagree who the members are: {counted}")
+                return
+            time.sleep(_POLL_SECONDS)  # other processes write the files
+
+    def _counted(self) -> dict[int, list[int]]:
+        """Returns whom each worker counts as a member."""
         files = {rank: self._directory / f"idle.{rank}" for rank in self._living}
-        counted = {
-            rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()
-        }
-        for rank, members in counted.items():
-            if any(counted.get(other, members) != members for other in members):
-                self._outcome.wrong.append(f"w{rank} and others disagree: {counted}")
+        return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
 
     def _collect(self) -> None:
         for rank in self._living:
@@ -219,3 +233,9 @@ class _Driver:
         for rank, pid in self._pids.items():
             self._signal(rank, signal.SIGKILL)
             warm_server().wait(pid, SLACK)
+
+
+def _agree(counted: Mapping[int, list[int]]) -> bool:
+    return all(
+        counted.get(other, members) == members for members in counted.values() for other in members
+    )

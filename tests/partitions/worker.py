@@ -12,16 +12,15 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import zrpc
 from tests.partitions.plan import HEARTBEAT_SECONDS, Plan
-from zrpc.bench.soak import calls, gradients, references, targets
-from zrpc.bench.soak.client import Client
+from tests.support.fault_client import FaultClient
+from zrpc.bench.soak import targets
 from zrpc.bench.soak.resources import measure, outstanding_work
 from zrpc.errors import RpcError
 from zrpc.testing.leaks import Resources
@@ -36,61 +35,6 @@ SLACK = 20.0
 _CLIENTS = 2
 _RPC_SECONDS = 60.0
 _POLL_SECONDS = 0.01
-
-
-class RoundClient(Client):
-    """Performs actions; an error must name a worker from which the fault separates another one."""
-
-    def __init__(self, plan: Plan, rank: int, number: int, until: float) -> None:
-        names = plan.names
-        peers = [name for name in names if name != names[rank]]
-        pairs = [(a, b) for a in range(len(names)) for b in range(len(names))]
-        self.suspects = {names[b] for a, b in pairs if plan.apart(a, b)}
-        actions = [
-            *calls.ACTIONS,
-            *references.ACTIONS,
-            *gradients.ACTIONS,
-            (transfer, 3),
-            (to_all, 2),
-        ]
-        name = f"{plan.number}.{rank}.{number}"
-        self.elements = plan.transfer_bytes // torch.int32.itemsize
-        super().__init__(name, names[rank], peers, None, until, actions)
-
-    def caused_by_death(self, error: BaseException) -> bool:
-        if not isinstance(error, RpcError) or not self.suspects:
-            return False
-        text = str(error)
-        # The owner has lost the worker that had the reference.
-        if "is no longer here" in text:
-            return True
-        lost = isinstance(error, zrpc.WorkerDied) or "WorkerDied" in text or "OwnerDied" in text
-        return lost and any(name in text for name in self.suspects)
-
-
-def transfer(client: Any) -> None:
-    """Sends a large tensor there and back."""
-    tensor = torch.arange(client.elements, dtype=torch.int32) + client.random_int()
-    peer = client.random_peer()
-    calls.same("transfer", tensor * 2, zrpc.rpc_sync(peer, targets.scale, (tensor, 2)))
-
-
-def to_all(client: Any) -> None:
-    """Sends a large tensor to all others, once to each host, and looks at each answer."""
-    tensor = torch.arange(client.elements // 8, dtype=torch.int32) + client.random_int()
-    factors = range(len(client.peers))
-    arguments = (tensor, zrpc.each(factors))
-    answers: dict[int, Any] = {}
-    try:
-        results = zrpc.rpc_sync(zrpc.group(client.peers), targets.scale, arguments)
-        answers = dict(enumerate(results))
-    except zrpc.GroupError as error:
-        answers = error.results
-        unexplained = [e for e in error.errors.values() if not client.caused_by_death(e)]
-        raise (unexplained or [*error.errors.values()])[0] from None
-    finally:
-        for place, answer in answers.items():
-            calls.same("to_all", tensor * factors[place], answer)
 
 
 class Worker:
@@ -139,11 +83,13 @@ class Worker:
             heartbeat_timeout=HEARTBEAT_SECONDS,
         )
         self._tell("init")
+        newcomer = self._rank not in self._plan.founders
         disturbed = self._plan.moment == "init" and self._plan.may_be_noticed
         with _Limit(self._wrong, "init_rpc", _INIT_SECONDS + SLACK + self._time_stopped()):
             try:
                 zrpc.init_rpc(self._name, rpc_backend_options=options)
             except (RpcError, RuntimeError) as error:
+                disturbed |= newcomer and not self._plan.must_join(self._rank)
                 if not disturbed or isinstance(error, zrpc.AuthenticationError):
                     raise
                 self._counts["init_rpc failed"] = 1
@@ -155,9 +101,26 @@ class Worker:
     def _work(self) -> None:
         """Works until the driver says that the fault is over."""
         self._await("all ready")
+        plan = self._plan
+        suspects = {
+            name
+            for rank, name in enumerate(plan.names)
+            if plan.may_be_out(rank)
+            or any(plan.apart(rank, other) for other in range(len(plan.names)))
+        }
+        # A newcomer never meets those that are gone.
+        known = plan.founders if self._rank in plan.founders else self._members()
+        names = [plan.names[rank] for rank in known]
         clients = [
-            RoundClient(self._plan, self._rank, number, time.monotonic() + 3600)
-            for number in range(_CLIENTS)
+            FaultClient(
+                f"{plan.number}.{self._rank}.{number}",
+                self._name,
+                names,
+                suspects,
+                time.monotonic() + 3600,
+                plan.transfer_bytes,
+            )
+            for number in range(_CLIENTS if len(names) > 1 else 0)
         ]
         for client in clients:
             client.start()
@@ -179,26 +142,36 @@ class Worker:
 
     def _go_on(self) -> None:
         """Workers that the fault did not separate still call each other, and agree who they are."""
-        for rank, name in enumerate(self._plan.names):
-            if rank == self._rank:
+        plan = self._plan
+        for rank, name in enumerate(plan.names):
+            if rank == self._rank or (plan.newcomers and rank not in self._members()):
                 continue
             out = self._plan.may_be_out(self._rank) or self._plan.may_be_out(rank)
             apart = out or self._plan.apart(self._rank, rank)
             with _Limit(self._wrong, f"a call to {name}", HEARTBEAT_SECONDS + SLACK):
                 try:
                     found = zrpc.rpc_sync(name, targets.hop, ([], rank))
-                except zrpc.WorkerDied:
+                except zrpc.WorkerDied as error:
                     # It may have failed to join.
-                    if not apart and self._plan.moment != "init":
+                    if not apart and plan.moment != "init":
                         raise
+                    if not str(error).startswith(f"worker {name} (rank {rank}) is gone: "):
+                        self._wrong.append(f"who is lost, and why? {error}")
                 else:
+                    if apart and plan.separated_for_good:
+                        self._wrong.append(f"{name} was cut off, and is back")
                     if found != rank:
                         self._wrong.append(f"{name}: expected {rank}, found {found}")
-        infos = zrpc.api._get_current_rpc_agent().get_worker_infos()
-        self._tell("idle", json.dumps([info.id for info in infos]))
-        self._await("all idle")
+        self._await("all idle", self._tell_members)
         # On each: what one keeps for its clients, for example RRefs, is nothing left of the others.
         self._wrong += measure().leftovers
+
+    def _members(self) -> list[int]:
+        infos = zrpc.api._get_current_rpc_agent().get_worker_infos()
+        return sorted(info.id for info in infos)
+
+    def _tell_members(self) -> None:
+        self._tell("idle", json.dumps(self._members()))
 
     def _leave(self) -> None:
         self._tell("leaves")
@@ -219,9 +192,10 @@ class Worker:
         new.write_text(text)
         new.rename(self._directory / name)
 
-    def _await(self, what: str) -> None:
+    def _await(self, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
         end = time.monotonic() + 300
         while not (self._directory / what).exists():
+            meanwhile()
             if time.monotonic() > end:
                 raise TimeoutError(f"the driver did not say {what!r}")
             time.sleep(_POLL_SECONDS)  # another process writes the file
@@ -250,6 +224,7 @@ def _stacks() -> str:
 def main() -> None:
     """Runs the worker that the environment describes."""
     data = json.loads(os.environ["PLAN"])
-    plan = Plan(**{**data, "hosts": tuple(data["hosts"])})
+    hosts, flaps = tuple(data["hosts"]), tuple(map(tuple, data["flaps"]))
+    plan = Plan(**{**data, "hosts": hosts, "flaps": flaps})
     Worker(plan, int(os.environ["RANK"]), Path(os.environ["ROUND"])).run()
     faulthandler.dump_traceback_later(EXIT_SECONDS - 10)

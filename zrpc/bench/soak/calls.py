@@ -194,10 +194,10 @@ def count_marks(client: Client) -> None:
 
 
 def _error_of(call: Callable[[], Any]) -> Exception:
-    """Returns the error that a call fails with, but raises `WorkerDied`."""
+    """Returns the error that a call fails with, but raises it if a worker is no longer there."""
     try:
         value = call()
-    except zrpc.WorkerDied:
+    except (zrpc.WorkerDied, zrpc.NotInitializedError):
         raise
     except Exception as error:
         return error

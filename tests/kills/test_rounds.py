@@ -1,0 +1,36 @@
+"""Some rounds in which a worker is lost; CONTRIBUTING.md says how to run them for longer."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.kills.plan import FAULTS, draw
+from tests.kills.rounds import run_round
+
+SEED = 1
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("fault", ["killed", "stopped, long", "interrupted, leaves"])
+def test_faults_of_a_worker(fault: str) -> None:
+    """No call hangs or has a wrong result, survivors agree and go on, and nothing is left."""
+    plan = next(p for p in (draw(SEED, n) for n in range(len(FAULTS))) if p.fault == fault)
+    outcome = run_round(plan)
+    assert not outcome.wrong, f"{plan}:\n" + "\n".join(outcome.wrong)
+    assert sum(outcome.counts.values())
+
+
+def test_each_fault_is_drawn_with_each_transport() -> None:
+    plans = [draw(SEED, number) for number in range(200)]
+    assert {plan.fault for plan in plans[: len(FAULTS)]} == set(FAULTS)
+    assert len({(plan.fault, plan.transport) for plan in plans}) == 3 * len(FAULTS)
+    assert draw(SEED, 7) == plans[7]
+
+
+def test_whose_loss_explains_an_error() -> None:
+    for plan in (draw(SEED, number) for number in range(100)):
+        lost = plan.fault in ("killed", "interrupted, leaves")
+        assert (plan.victim in plan.survivors) != lost
+        for rank in plan.survivors:
+            noticed = plan.fault not in ("stopped, short", "interrupted, stays")
+            assert (plan.victim in plan.suspects(rank)) == noticed
