@@ -138,7 +138,7 @@ def test_deadlines_hold_though_what_is_due_now_and_then_fails(log: str) -> None:
 
     receiver = started(messages, pool, calls, tick)
     with failing_log() if log == "a log that fails" else nullcontext():
-        for _ in range(3):
+        for _ in range(100):
             receiver._lead()
     assert calls.expired
-    assert len(ticks) == 1
+    assert 0 < len(ticks) < 100  # not in each turn
