@@ -67,10 +67,12 @@ class Worker:
 
     def _left_behind(self, before: Resources) -> list[str]:
         left = before.left_behind(within=10)
-        if self._plan.store_vanishes and "init_rpc failed" in self._counts:
+        asks = self._plan.newcomers or "init_rpc failed" in self._counts
+        if self._plan.store_vanishes and asks:
             # A request to it waits in its thread, with its socket, until TCP finds that out: see
             # `zrpc.membership.store_request`.
-            waiting = [line for line in left if line.startswith("thread zrpc-store ")]
+            asking = ("thread zrpc-store ", f"thread zrpc-{self._name}-log ")
+            waiting = [line for line in left if line.startswith(asking)]
             sockets = [line for line in left if ": socket:" in line]
             expected = {*waiting, *sockets[: len(waiting)]}
             left = [line for line in left if line not in expected]
