@@ -33,7 +33,10 @@ def work(plan: Plan, rank: int) -> Tally:
 
     def client() -> FaultClient:
         name = f"{plan.seed}.{plan.number}.{rank}.{len(clients)}"
-        new = FaultClient(name, names[rank], names, suspects, until, _MOST_BYTES, limit)
+        interrupted = bool(clients) and plan.fault.startswith("interrupted") and rank == plan.victim
+        new = FaultClient(
+            name, names[rank], names, suspects, until, _MOST_BYTES, limit, interrupted
+        )
         clients.append(new)
         return new
 

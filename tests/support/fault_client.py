@@ -32,6 +32,8 @@ class FaultClient(Client):
         until: when to stop, on the clock of ``time.monotonic``.
         most_bytes: the size of the largest tensors.
         limit: how long an action may take, in seconds.
+        interrupted: whether Ctrl-C comes in its thread: it makes no calls then that go on until
+            they are cancelled, since that may not come.
 
     Attributes:
         suspects: may be replaced while it works.
@@ -47,9 +49,12 @@ class FaultClient(Client):
         until: float,
         most_bytes: int,
         limit: float = math.inf,
+        interrupted: bool = False,
     ) -> None:
         peers = [each for each in names if each != worker]
-        super().__init__(name, worker, peers, None, until, ACTIONS)
+        super().__init__(
+            name, worker, peers, None, until, _OF_INTERRUPTED if interrupted else ACTIONS
+        )
         self.suspects = suspects
         self.leaves = False
         self._most_bytes = most_bytes
@@ -158,3 +163,4 @@ ACTIONS: list[tuple[Action, int]] = [
     (stream, 4),
     (actor, 4),
 ]
+_OF_INTERRUPTED = [each for each in ACTIONS if each[0] is not calls.cancels]
