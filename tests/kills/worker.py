@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import signal
 import sys
 import time
 
@@ -23,6 +24,8 @@ _MOST_BYTES = 16 << 20
 
 def work(plan: Plan, rank: int) -> Tally:
     """Works until the time of the plan is over, in this thread and another one."""
+    # A shell that starts the command in the background has it ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     names = [f"worker{each}" for each in range(plan.workers)]
     suspects = {names[each] for each in plan.suspects(rank)}
     until = time.monotonic() + plan.work_seconds
@@ -31,20 +34,19 @@ def work(plan: Plan, rank: int) -> Tally:
 
     clients: list[FaultClient] = []
 
-    def client() -> FaultClient:
+    def client(interrupted: bool) -> FaultClient:
         name = f"{plan.seed}.{plan.number}.{rank}.{len(clients)}"
-        interrupted = bool(clients) and plan.fault.startswith("interrupted") and rank == plan.victim
         new = FaultClient(
             name, names[rank], names, suspects, until, _MOST_BYTES, limit, interrupted
         )
         clients.append(new)
         return new
 
-    beside = client()
+    beside = client(False)
     beside.start()
     while time.monotonic() < until:
         try:
-            client().run()
+            client(plan.fault == "interrupted, stays").run()
         except KeyboardInterrupt:
             clients[-1].tally.done["interrupted"] += 1
             if plan.fault == "interrupted, leaves":

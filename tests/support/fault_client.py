@@ -32,8 +32,8 @@ class FaultClient(Client):
         until: when to stop, on the clock of ``time.monotonic``.
         most_bytes: the size of the largest tensors.
         limit: how long an action may take, in seconds.
-        interrupted: whether Ctrl-C comes in its thread: it makes no calls then that go on until
-            they are cancelled, since that may not come.
+        interrupted: whether its thread may be interrupted: an action that cancels calls would then
+            leave them, and they run without limit.
 
     Attributes:
         suspects: may be replaced while it works.
@@ -52,9 +52,8 @@ class FaultClient(Client):
         interrupted: bool = False,
     ) -> None:
         peers = [each for each in names if each != worker]
-        super().__init__(
-            name, worker, peers, None, until, _OF_INTERRUPTED if interrupted else ACTIONS
-        )
+        actions = [each for each in ACTIONS if not interrupted or each[0] is not calls.cancels]
+        super().__init__(name, worker, peers, None, until, actions)
         self.suspects = suspects
         self.leaves = False
         self._most_bytes = most_bytes
@@ -163,4 +162,3 @@ ACTIONS: list[tuple[Action, int]] = [
     (stream, 4),
     (actor, 4),
 ]
-_OF_INTERRUPTED = [each for each in ACTIONS if each[0] is not calls.cancels]
