@@ -158,7 +158,7 @@ class Worker:
                     if not apart and plan.moment != "init":
                         raise
                     if not str(error).startswith(f"worker {name} (rank {rank}) is gone: "):
-                        self._wrong.append(f"who is lost, and why? {error}")
+                        self._wrong.append(f"an error that does not name the lost worker: {error}")
                 else:
                     if apart and plan.separated_for_good:
                         self._wrong.append(f"{name} was cut off, and is back")

@@ -248,8 +248,8 @@ class PendingCalls:
     def _let_in(self, window: Window, ended: PendingCall, ready: list[Callable[[], None]]) -> None:
         """Lets in the queued calls that fit when one has ended; the lock is held.
 
-        It adds what lets these calls go on to ``ready``, and that of the one that has ended, if it
-        was queued.
+        It adds to ``ready`` the functions that let these calls go on. The call that has ended is one
+        of them if it was queued.
         """
         queue = window.queue
         if ended.state is _SENDING:

@@ -328,15 +328,17 @@ def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
 
 
 def test_what_is_known_does_not_grow_after_a_message_is_lost() -> None:
-    """The others are admitted, however late within some bounds."""
+    """The others are admitted once each, however late within some bounds."""
     serials, total = protocol._Serials(), 40_000
     lost = {3, 11, 12}
     numbers = [number for number in range(total) if number not in lost]
     numbers[50], numbers[55] = numbers[55], numbers[50]
     for number in numbers:
+        assert not serials.seen(number)
         serials.admit(number)
         assert len(serials.ahead) <= 1 << 14
     assert (serials.next, serials.ahead) == (total, set())
+    assert all(map(serials.seen, range(total)))
 
 
 def count_messages(network: Network) -> Counter[int]:

@@ -98,7 +98,7 @@ def test_a_small_item_enters_one_function_at_its_reader_and_has_no_message_of_it
             read.end()
     assert found == [KINDS[kind](number) for number in range(ITEMS)]
     assert sum(read.for_each_item().values()) <= 1, read.for_each_item()
-    assert bytes_moved() - before < 30 * ITEMS
+    assert bytes_moved() - before < 20 * ITEMS
 
 
 def bytes_moved() -> int:

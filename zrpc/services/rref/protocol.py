@@ -132,6 +132,10 @@ class _Serials:
             self._advance()
         return False
 
+    def seen(self, serial: int) -> bool:
+        """Returns whether a number was noted."""
+        return serial < self.next or serial in self.ahead
+
     def admit(self, serial: int) -> None:
         """Notes a number."""
         self.ahead.add(serial)
@@ -384,7 +388,7 @@ class References:
         if sender in self._lost:
             return
         serials = self._serials_in[sender]
-        if serial < serials.next or serial in serials.ahead:  # it came before
+        if serials.seen(serial):
             return
         if verb is Verb.ADD:
             if parent_id == fork_id:

@@ -325,9 +325,8 @@ class AsyncProducer(Producer):
             if self._add(value, in_loop=True) is None:
                 added: asyncio.Future[None] = loop.create_future()
                 job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
-                self._agent.receiver.run(
-                    RequestJob(self._request, partial(_fail, loop, added), job)
-                )
+                fail = partial(_fail, loop, added)
+                self._agent.receiver.run(RequestJob(self._request, fail, job))
                 await added
 
     def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:
