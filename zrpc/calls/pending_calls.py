@@ -248,8 +248,8 @@ class PendingCalls:
     def _let_in(self, window: Window, ended: PendingCall, ready: list[Callable[[], None]]) -> None:
         """Lets in the queued calls that fit when one has ended; the lock is held.
 
-        It adds to ``ready`` the functions that let these calls go on. The call that has ended is one
-        of them if it was queued.
+        It adds to ``ready`` the functions that let these calls go on. If the call that has ended
+        was queued, it is one of them.
         """
         queue = window.queue
         if ended.state is _SENDING:
