@@ -162,19 +162,14 @@ def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) ->
     assert items.rpc_sync().get() == "still there"
 
 
-def test_timeouts_end_in_their_order(items: Any) -> None:
-    timeouts = [0.15, 0.05, 0.1]
-    ended: list[float] = []
-    futures = [items.rpc_async().get(timeout=each) for each in timeouts]
-    done = [
-        future.then(lambda _, each=each: ended.append(each))
-        for future, each in zip(futures, timeouts, strict=True)
-    ]
-    rpc.wait_all(done)
-    for future in futures:
-        with pytest.raises(queue.Empty):
-            future.wait()
-    assert ended == sorted(timeouts)
+def test_a_short_timeout_ends_before_a_longer_one_that_began_first(items: Any) -> None:
+    first, short, last = [items.rpc_async().get(timeout=each) for each in (60, 0.05, 60)]
+    with pytest.raises(queue.Empty):
+        short.wait()
+    assert not (first.done() or last.done())
+    for item in ("first", "last"):
+        items.rpc_sync().put(item)
+    assert (first.wait(), last.wait()) == ("first", "last")
 
 
 def test_a_queue_can_not_be_sent(shared: Mesh) -> None:
@@ -319,8 +314,10 @@ def test_items_outlive_their_producer_and_a_dead_taker_takes_none(mesh: Mesh) ->
         rref = rpc.remote(1, rpc.Queue)
         assert rpc.rpc_sync(2, put_from_there, (rref, "outlives")) is None
     with mesh.agent(0).as_current():
-        future = rpc.rpc_async(2, get_from_there, (rref, 2))
-        until(lambda: busy(mesh) == 1)  # it has one item and waits for another
+        assert rpc.rpc_sync(2, get_from_there, (rref, 1)) == ["outlives"]
+        until(lambda: busy(mesh) == 0)  # the first get has left, so the next is the one that waits
+        future = rpc.rpc_async(2, get_from_there, (rref, 1))
+        until(lambda: busy(mesh) == 1)
         mesh.agent(2).shutdown(graceful=False)
         with pytest.raises(rpc.WorkerDied):
             future.wait()
