@@ -166,7 +166,11 @@ def join(children, rank):
 
 if __name__ == "__main__":
     before = dict(os.environ)
-    join(zrpc.spawn(work, (0, 3), 2, join=False, start_method="fork"), 2)
+    others = zrpc.spawn(abs, join=False, start_method="fork")
+    children = zrpc.spawn(work, (0, 3), 2, join=False, start_method="fork")
+    while not others.join():
+        pass  # that they end does not change what the others meet by
+    join(children, 2)
     assert os.environ == before == own_environment()  # of the mesh, nothing is left here
     os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", {port!r}
     join(zrpc.spawn(work, (1, 3), 2, join=False, start_method="fork"), 0)

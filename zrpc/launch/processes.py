@@ -108,10 +108,12 @@ def spawn(
     except BaseException:
         port.close()
         raise
+    names = ("MASTER_ADDR", "MASTER_PORT", SECRET)
+    variables = {name: environments[0].get(name, "") for name in names}
     if not is_worker:
-        names = ("MASTER_ADDR", "MASTER_PORT", SECRET)
-        set_spawned({name: environments[0].get(name, "") for name in names})
-    context.join = functools.partial(_join, context, context.join)  # type: ignore[method-assign]
+        set_spawned(variables)
+    join_all = functools.partial(_join, context, context.join, variables)
+    context.join = join_all  # type: ignore[method-assign]
     if not join:
         return context
     while not context.join():
@@ -132,11 +134,17 @@ def _place_in(env: Mapping[str, str]) -> tuple[str, int] | None:
     return (host, int(port)) if host and port.isdecimal() else None
 
 
-def _join(context: ProcessContext, join: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
+def _join(
+    context: ProcessContext,
+    join: Callable[..., bool],
+    variables: Mapping[str, str],
+    *args: Any,
+    **kwargs: Any,
+) -> bool:
     """Does what ``ProcessContext.join`` does, and says what is wrong if a guard is missing."""
     from torch.multiprocessing import ProcessExitedException
 
-    from zrpc.membership.launched import set_spawned
+    from zrpc.membership.launched import unset_spawned
 
     try:
         return join(*args, **kwargs)
@@ -150,7 +158,7 @@ def _join(context: ProcessContext, join: Callable[..., bool], *args: Any, **kwar
         ) from None
     finally:
         if not any(process.is_alive() for process in context.processes):
-            set_spawned({})
+            unset_spawned(variables)
 
 
 @contextlib.contextmanager

@@ -94,9 +94,15 @@ def launching(directory: str) -> Iterator[None]:
 
 
 def set_spawned(variables: Mapping[str, str]) -> None:
-    """Sets what this process needs to join those that it has spawned; nothing when all ended."""
+    """Sets what this process needs to join those that it has spawned last."""
     global _spawned
     _spawned = variables
+
+
+def unset_spawned(variables: Mapping[str, str]) -> None:
+    """Removes what was set when these were spawned; not if others were spawned since."""
+    if _spawned is variables:
+        set_spawned({})
 
 
 def own_environment() -> dict[str, str]:
