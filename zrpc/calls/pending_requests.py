@@ -44,6 +44,7 @@ class PendingRequests:
         self._lock = threading.Lock()
         # Whether jobs of dropped requests may still be queued.
         self._dropped = False
+        self._closed = False
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -62,7 +63,7 @@ class PendingRequests:
         """Enters a request that must be answered: until then this worker is not idle.
 
         Returns:
-            Its scope, cancelled already if the cancellation came first.
+            Its scope, cancelled already if the cancellation came first, or this worker leaves.
         """
         key = (request.sender, request.call_id)
         scope = CancelScope(
@@ -76,7 +77,9 @@ class PendingRequests:
         if scope.deadline < self._earliest:
             with self._lock:
                 self._earliest = min(self._earliest, scope.deadline)
-        if key in self._early_cancels:
+        # Entered first, read afterwards; `close` does the reverse. So at least one of the two drops
+        # it.
+        if key in self._early_cancels or self._closed:
             self._early_cancels.pop(key, None)
             self._drop(request)
         return scope
@@ -148,7 +151,8 @@ class PendingRequests:
             request.scope.deadline += seconds
 
     def close(self) -> None:
-        """Drops all requests: this worker leaves."""
+        """Drops all requests, and from now on each that comes: this worker leaves."""
+        self._closed = True
         for request in self.all():
             self._drop(request)
 
