@@ -247,7 +247,8 @@ class Peers:
         if verdict is not None:
             return Message(Kind.LOST, body=pack_notes([verdict])).first_frame()
         tried = self._liveness.tried_in_vain(member)
-        return LeaveMessage(declared_dead=True, tried=tried).pack().first_frame()
+        out = self._liveness.reason(member) is Reason.OUT  # by the log of an elastic mesh
+        return LeaveMessage(declared_dead=not out, tried=tried).pack().first_frame()
 
     def _on_leave(self, message: Message) -> None:
         said = LeaveMessage.parse(message.body)
@@ -270,7 +271,9 @@ class Peers:
         """Drops a member that is lost, as the membership knows already."""
         member = loss.member
         self._dispatcher.forget(member)
-        if loss.reason not in _SAID_BY_ITSELF:
+        # If the log of an elastic mesh has put out this worker, the others read there why.
+        by_log = loss.reason is Reason.OUT and self._membership.own_id not in self._put_out
+        if loss.reason not in _SAID_BY_ITSELF and not by_log:
             self._answer_heartbeats(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))
