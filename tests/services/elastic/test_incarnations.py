@@ -85,6 +85,20 @@ def test_an_outstanding_call_fails(workers: list[Agent], restart: Callable[..., 
     finish.set()
 
 
+def test_a_caller_that_reads_the_log_late_is_told_nothing_else(elastic: Elastic) -> None:
+    """The worker that was replaced reads of it first."""
+    seldom = ElasticLimits(poll_seconds=0.8, awaiting_poll_seconds=0.8)
+    caller = elastic.join("w0", 0, elastic_limits=seldom)
+    elastic.join("w1", 1, restarts=0)
+    with caller.as_current():
+        future = rpc.rpc_async("w1", slow)
+    assert entered.wait(PATIENCE)
+    elastic.join("w1", 1, restarts=1)
+    with pytest.raises(rpc.WorkerDied, match="it has ended, and was started again"):
+        future.wait()
+    finish.set()
+
+
 def test_references_of_two_incarnations_differ(
     workers: list[Agent], restart: Callable[..., Agent]
 ) -> None:
@@ -224,3 +238,5 @@ def test_a_worker_that_comes_back_after_the_others_have_left(
         rpc.RendezvousError, match=r"has ended while this worker was restarted: .*w0"
     ):
         elastic.join("w1", 1, restarts=1)
+    with pytest.raises(rpc.RendezvousError, match="has ended while this worker was restarted"):
+        elastic.join("w1", 1, restarts=2)

@@ -61,6 +61,11 @@ class _Admission:
         """Whether this worker is in, or has failed to come in."""
         return self._outcome.done()
 
+    @property
+    def complete(self) -> bool:
+        """Whether this worker is in."""
+        return self.settled and self._outcome.exception() is None
+
     def wait(self, deadline: float, timeout: float) -> None:
         """Waits until this worker is in, and in a mesh of a fixed size all are.
 
@@ -296,7 +301,10 @@ class LogFollower(threading.Thread):
 
     def _announce_leave(self) -> None:
         own_id = self._record.member_id
-        gone = MembershipEvent(Verb.GONE, self._record.token, why=Reason.LEFT)
+        # One that gives up was never there to leave: if it is started again, it learns that others
+        # left before.
+        why = Reason.LEFT if self.admission.complete else Reason.ENDED
+        gone = MembershipEvent(Verb.GONE, self._record.token, why=why)
         while own_id in self._state.members and not self._log.append(gone):
             self._log.catch_up(self._state)
         if own_id not in self._state.members or not self._agent.graceful_shutdown.done:

@@ -61,7 +61,7 @@ def join_running(
         agent.close()
         entries.deadline = time.monotonic()
         with contextlib.suppress(RuntimeError, OSError):
-            log.append(MembershipEvent(Verb.GONE, record.token, why=Reason.LEFT))
+            log.append(MembershipEvent(Verb.GONE, record.token, why=Reason.ENDED))
         raise
     return agent
 
