@@ -166,7 +166,7 @@ def test_a_short_timeout_ends_before_a_longer_one_that_began_first(items: Any) -
     first, short, last = [items.rpc_async().get(timeout=each) for each in (60, 0.05, 60)]
     with pytest.raises(queue.Empty):
         short.wait()
-    assert not (first.done() or last.done())
+    assert [first.done(), last.done()] == [False, False]
     for item in ("first", "last"):
         items.rpc_sync().put(item)
     assert (first.wait(), last.wait()) == ("first", "last")
