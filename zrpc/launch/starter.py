@@ -27,7 +27,7 @@ DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent.agent"
 METHODS = ("fork", "spawn")
 _METHOD_VARIABLE = "ZRPC_START_METHOD"
 _REPLY_SECONDS = 120.0  # the first reply takes long, since the server imports modules
-_KILLED = "the fork server has exited; was it killed?"
+_EXITED = "the fork server has exited; was it killed? Its own output may show why"
 
 _SERVE = """\
 from zrpc.launch.server import serve
@@ -244,11 +244,8 @@ class Starter:
             try:
                 channel.send(request, fds)
                 (kind, value), _ = channel.receive()
-            except ConnectionError as error:
-                raise ServerDied(_KILLED) from error
-            except EOFError as error:
-                text = "the fork server has exited; its own output may show why"
-                raise ServerDied(text) from error
+            except (ConnectionError, EOFError) as error:
+                raise ServerDied(_EXITED) from error
             except TimeoutError as error:
                 channel.close()  # or the reply would be taken for that to the next request
                 text = f"the fork server did not answer within {_REPLY_SECONDS:g} s"
@@ -311,7 +308,7 @@ class Starter:
             return []
         data = sock.recv(EXITS_BYTES)
         if not data:
-            raise ServerDied(_KILLED)
+            raise ServerDied(_EXITED)
         exits = [Exit(pid, code) for pid, code in EXIT_RECORD.iter_unpack(data)]
         with self._lock:
             self._running.difference_update(found.pid for found in exits)
