@@ -44,9 +44,8 @@ class Closing:
 
     # -- in the I/O thread -----------------------------------------------------------------
 
-    def look(self, now: float) -> None:
-        """Does what a shutdown in progress has to do after each turn."""
-        self._agent.receiver.hasten(now + self._shutdown.timing.look)
+    def look(self) -> None:
+        """Does what a shutdown in progress has to do after a turn."""
         agent = self._agent
         if self._shutdown.all_begun and agent.caller.last_calls is None:
             chains = self._shutdown.timing.chains

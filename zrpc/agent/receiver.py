@@ -74,7 +74,7 @@ class Receiver:
         dispatcher: Dispatcher,
         calls: PendingCalls,
         after_turn: Sequence[tuple[Sized, Callable[[], None]]],
-        look: Callable[[float], None],
+        look: Callable[[], None],
         tick: Callable[[], None],
     ) -> None:
         """Starts the I/O threads.
@@ -83,7 +83,8 @@ class Receiver:
             dispatcher: gives each message to its handler.
             calls: those that wait for answers.
             after_turn: see `Service.after_turn`.
-            look: called after each turn, with the time, while a shutdown is in progress.
+            look: called while a shutdown is in progress: after each turn that leaves no handler to
+                run, and at each tick.
             tick: called about ten times a second.
         """
         self._unfinished = dispatcher.unfinished
@@ -163,10 +164,6 @@ class Receiver:
 
     # -- the I/O thread --------------------------------------------------------------------
 
-    def hasten(self, next_tick: float) -> None:
-        """Sets the next tick to this time, or before, on the clock of ``time.monotonic``."""
-        self._next_tick = min(self._next_tick, next_tick)
-
     def _lead(self) -> None:
         """Does a turn of the leading I/O thread.
 
@@ -205,10 +202,14 @@ class Receiver:
                 if work:
                     do()
             now = time.monotonic()
+            due = now >= self._next_tick
             if self._shutdown.phase:
-                self._look(now)
+                # With a handler to run, this worker is not idle. It may be soon.
+                if due or not self._handler_taken:
+                    self._look()
+                self._next_tick = min(self._next_tick, now + self._shutdown.timing.look)
             # Before calls expire: a service may postpone their deadlines.
-            if now >= self._next_tick:
+            if due:
                 self._next_tick = now + _TICK_SECONDS  # first: also if an error ends the tick
                 self._tick()
             if now >= self._calls.earliest:

@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Callable
 from itertools import repeat
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 
@@ -31,11 +31,6 @@ _get: Any = _signal.getsignal
 
 _CTRL_C = int(signal.SIGINT)
 _ALL = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}))
-# To find out that the program handles none but Ctrl-C, two sets of the others are asked for in the
-# quickest way: the default is false, and what is ignored from the start stays so.
-_IGNORED = [number for number in _ALL if _get(number) == signal.SIG_IGN and number != _CTRL_C]
-_DEFAULT = tuple(number for number in _ALL if number not in (_CTRL_C, *_IGNORED))
-_IGNORED_HANDLERS = [*map(_get, _IGNORED)]
 
 _get_ident = threading.get_ident
 
@@ -55,12 +50,43 @@ _arrived: set[int] = set()
 _raised: list[BaseException] = []
 
 
+class _Found(NamedTuple):
+    """Which signals but Ctrl-C the program handles, and what shows quickly that this is still so.
+
+    Attributes:
+        handled: those with a handler of the program's.
+        default: those without one; their handlers are false.
+        ignored: the others, which the program ignores.
+        as_ignored: the handlers of these.
+    """
+
+    handled: list[int]
+    default: list[int]
+    ignored: list[int]
+    as_ignored: list[Any]
+
+    @classmethod
+    def now(cls) -> _Found:
+        """Asks for the handler of each signal."""
+        found = [(number, _get(number)) for number in _ALL if number != _CTRL_C]
+        ignored = [(number, each) for number, each in found if each and not callable(each)]
+        return cls(
+            [number for number, each in found if callable(each)],
+            [number for number, each in found if not each],
+            [number for number, _ in ignored],
+            [each for _, each in ignored],
+        )
+
+
+_found = _Found.now()
+
+
 def hold_interrupts() -> None:
     """Holds back signal handlers in this thread until `release_interrupts`. May be nested.
 
     Has no effect outside the main thread, since handlers run nowhere else.
     """
-    global _depth, _ctrl_c_handler, _held
+    global _depth, _ctrl_c_handler, _held, _found
     if _get_ident() != _main_ident:
         return
     if _depth:
@@ -68,9 +94,16 @@ def hold_interrupts() -> None:
         return
     while not _depth:
         try:
-            if any(map(_get, _DEFAULT)) or [*map(_get, _IGNORED)] != _IGNORED_HANDLERS:
-                found = zip(_ALL, map(_get, _ALL), strict=True)
-                _held = _replace([n for n, each in found if callable(each) and each is not _note])
+            handled, default, ignored, as_ignored = _found
+            if (
+                any(map(_get, default))
+                or [*map(_get, ignored)] != as_ignored
+                or (handled and not all(map(callable, map(_get, handled))))
+            ):
+                _found = _Found.now()
+                continue
+            if handled:
+                _held = _replace([*handled, _CTRL_C] if callable(_get(_CTRL_C)) else handled)
             elif callable(_get(_CTRL_C)):
                 _ctrl_c_handler = _set(_CTRL_C, _note)
             _depth = 1
