@@ -60,11 +60,6 @@ def async_execution(fn: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-def is_async_execution(fn: Any) -> bool:
-    """Returns whether `async_execution` has marked ``fn``."""
-    return hasattr(fn, ASYNC_MARK)
-
-
 class Deferral:
     """Marks a function whose calls a service of the callee takes over, by its subclass.
 

@@ -67,7 +67,7 @@ def started(
     worker = WorkerInfo("test", 0)
     receiver = Receiver(worker, contextvars.Context(), messages, pool, pool, shutdown)
     receiver._threads.start = lambda: None  # type: ignore[method-assign]
-    receiver.start(messages, calls, (), lambda now: None, tick)
+    receiver.start(messages, calls, (), lambda: None, tick)
     return receiver
 
 
@@ -80,7 +80,7 @@ def test_other_messages_wait_for_quick_handlers_only(seconds: float, left: int) 
     pool: Any = Pool(seconds)
     receiver = messages.receiver = started(messages, pool, Calls(0))
     receiver._threads.take = lambda pool, job: True  # type: ignore[method-assign]
-    receiver._lead()
+    receiver._turn(NEVER)
     assert len(messages.at_hand) == left
 
 
@@ -141,6 +141,6 @@ def test_deadlines_hold_though_what_is_due_now_and_then_fails(log: str) -> None:
     begun = time.monotonic()
     with failing_log() if log == "a log that fails" else nullcontext():
         for _ in range(3):
-            receiver._lead()
+            receiver._turn(NEVER)
     assert calls.expired
     assert 1 <= len(ticks) <= 1 + 10 * (time.monotonic() - begun)  # at most ten times a second

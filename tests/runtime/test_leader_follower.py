@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import math
 import random
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -32,7 +35,7 @@ class Desk:
         self.io = LeaderFollower(context, "test-io", self.turn, self.arrived.release)
         self.io.start()
 
-    def turn(self) -> None:
+    def turn(self, until: float) -> None:
         self.arrived.acquire()
         if self.jobs:
             job = self.jobs.popleft()
@@ -71,40 +74,38 @@ def desk() -> Iterator[Desk]:
     assert desk.pool.close(SOON)
 
 
-def test_one_caller_sits_at_a_time() -> None:
-    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, lambda: None)
-    assert io.sit()  # no leader has started that would hold the seat
-    others = []
-    thread = threading.Thread(target=lambda: others.append(io.sit()))
-    thread.start()
-    thread.join()
-    assert others == [False]
-    io.leave()
-    assert io.sit()
-    io.leave()
+def test_one_caller_sits_at_a_time_until_its_gate_opens() -> None:
+    gate, found = closed_gate(), []
+
+    def turn(until: float) -> None:
+        other = threading.Thread(target=lambda: found.append(io.sit(closed_gate(), math.inf)))
+        other.start()
+        other.join()
+        gate.release()
+
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    assert io.sit(gate, math.inf)  # no leader has started that would hold the seat
+    assert found == [False]
 
 
-def test_leaving_gives_back_the_seat_of_the_own_thread_only() -> None:
-    """A caller leaves also if an exception came as it sat down, and again if one came meanwhile."""
-    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, lambda: None)
-    others = []
+def test_a_caller_sits_until_a_time_at_most() -> None:
+    asked = []
+    io = LeaderFollower(contextvars.copy_context(), "test-io", asked.append, lambda: None)
+    end = time.monotonic() + 0.01
+    assert io.sit(closed_gate(), end)
+    assert time.monotonic() >= end
+    assert set(asked) == {end}
 
-    def try_to_sit() -> None:
-        others.append(io.sit())
-        io.leave()
 
-    def try_in_a_thread() -> bool:
-        thread = threading.Thread(target=try_to_sit)
-        thread.start()
-        thread.join()
-        return others.pop()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_a_caller_that_an_exception_ends_gives_back_the_seat(error: type[BaseException]) -> None:
+    def turn(until: float) -> None:
+        raise error
 
-    assert io.sit()
-    assert not try_in_a_thread()
-    assert not try_in_a_thread()
-    io.leave()
-    io.leave()
-    assert try_in_a_thread()
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    for _ in range(2):
+        with ThreadPoolExecutor() as pool, pytest.raises(error):
+            pool.submit(io.sit, closed_gate(), math.inf).result()
 
 
 def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:
@@ -172,22 +173,21 @@ def test_stop_reports_a_job_that_still_runs(desk: Desk) -> None:
 def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
     """Else the caller would read from sockets that are closed meanwhile."""
     stops, sits, left = threading.Event(), threading.Event(), []
+    gate = closed_gate()
 
     def interrupt() -> None:
         signal.raise_signal(signal.SIGINT)
         stops.set()
 
-    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda: None, interrupt)
-
-    def receive() -> None:
-        assert io.sit()
+    def turn(until: float) -> None:
         sits.set()
         assert stops.wait(SOON)
         threading.Event().wait(0.7)  # its turn goes on
         left.append(True)
-        io.leave()
+        gate.release()
 
-    caller = threading.Thread(target=receive)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, interrupt)
+    caller = threading.Thread(target=io.sit, args=(gate, math.inf))
     caller.start()
     assert sits.wait(SOON)
     io.start()

@@ -157,13 +157,12 @@ class Dispatcher:
             self._on_messages_lost(message.sender)
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
-        readers = self._readers
+        attachments: dict[int, Any] = {}
         try:
-            return {
-                tag: readers[tag](message, data)
-                for tag, data in message.extensions
-                if tag in readers
-            }
+            for tag, data in message.extensions:
+                if tag in self._readers:
+                    attachments[tag] = self._readers[tag](message, data)
+            return attachments
         except struct.error as error:
             raise ProtocolError(f"an extension can't be read: {error}") from error
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
-from zrpc.calls.pending_call import NEVER
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
@@ -58,7 +57,7 @@ class Receiver:
 
     def __post_init__(self) -> None:
         name, wake = f"zrpc-{self._worker.name}-io", self._network.wake
-        self._threads = LeaderFollower(self._context, name, self._lead, wake)
+        self._threads = LeaderFollower(self._context, name, self._turn, wake)
         self._next_tick = 0.0
         # Whether a handler must run after the present turn, in its thread.
         self._handler_taken = False
@@ -120,26 +119,21 @@ class Receiver:
                 The I/O thread may go on resting meanwhile. None if the gate is that of a call.
         """
         begun = time.monotonic()
-        self._awaited, self._awaited_since = gate if own_calls is None else None, begun
+        end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
+        threads = self._threads
         # With little room on the stack, messages that are read already would be lost.
-        if self._threads.turn_ident or self._threads.seat._is_owned() or stack_is_full():
+        if (
+            threads.turn_ident
+            or threads.seat._is_owned()
+            or stack_is_full()
+            or not threads.sit(gate, end)
+        ):
+            if own_calls is None:
+                self._awaited, self._awaited_since = gate, begun
             return
-        try:
-            if not self._threads.sit():
-                return
-            self._awaited = None  # this thread receives it itself
-            end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
-            while gate.locked() and time.monotonic() < end:
-                self._turn(end)
-        finally:
-            try:
-                self._threads.leave()
-            except BaseException:  # no memory for its frame, for example: else nobody receives
-                self._threads.leave()
-                raise
         others = len(self._in_flight)
         if others and (own_calls is None or others > own_calls()):
-            self._threads.end_rest()
+            threads.end_rest()
 
     def run(self, job: Callable[[], None]) -> None:
         """Runs a handler's job: in the pool, or in the I/O thread after its present turn."""
@@ -163,20 +157,6 @@ class Receiver:
         self._errands.append(errand)
 
     # -- the I/O thread --------------------------------------------------------------------
-
-    def _lead(self) -> None:
-        """Does a turn of the leading I/O thread.
-
-        If the answer has come that a thread waits for, and no other call is in flight, it lets that
-        thread receive the next one: that is likely if it received the last one, soon.
-        """
-        self._turn(NEVER)
-        gate = self._awaited
-        if gate is not None and not gate.locked():
-            self._awaited = None
-            fresh = time.monotonic() - self._awaited_since < LONGEST_SITTING
-            if fresh and not self._in_flight and not self._network.at_hand:
-                self._threads.rest(self._next_tick)
 
     def _turn(self, until: float) -> None:
         """Waits for a message until a time at most, and does what is due.
@@ -217,6 +197,19 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
+        if self._awaited is not None:
+            self._rest_if_answered(self._awaited)
+
+    def _rest_if_answered(self, gate: threading.Lock) -> None:
+        """Lets the leader rest if the answer has come that a thread waits for, and is the last one.
+
+        That thread then receives the next answer: that is likely if it received the last one, soon.
+        """
+        if not gate.locked():
+            self._awaited = None
+            fresh = time.monotonic() - self._awaited_since < LONGEST_SITTING
+            if fresh and not self._in_flight and not self._network.at_hand:
+                self._threads.rest(self._next_tick)
 
     def _dispatch_rest(self) -> None:
         """Deals with the messages that have come with the first one of a turn."""

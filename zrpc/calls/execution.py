@@ -20,7 +20,7 @@ from zrpc.calls.cancel_scope import CancelScope, activate, deactivate
 from zrpc.calls.current_device import keep_device
 from zrpc.calls.result_sink import Called, ResultSink
 from zrpc.errors import RpcCancelledError
-from zrpc.functions import DEFERRAL, Deferral, is_async_execution
+from zrpc.functions import ASYNC_MARK, DEFERRAL, Deferral
 from zrpc.runtime import forks
 from zrpc.runtime.event_loop import EventLoop
 from zrpc.runtime.torch_modes import reset_modes
@@ -77,7 +77,7 @@ class Execution:
                 forks.exit_child()
             # The shared memory that they hold is returned with the answer.
             del args, kwargs
-            if is_async_execution(function):
+            if hasattr(function, ASYNC_MARK):
                 if self._follow_future(result):
                     return
                 result = result.wait()  # and, unlike `value`, for the work on its devices

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import zmq
 from zrpc.calls.message_hooks import MessageHooks, overriding
 from zrpc.calls.recorder import Recorder
 from zrpc.membership.view import Membership
-from zrpc.runtime.interrupts import in_main_thread, uninterrupted
+from zrpc.runtime import interrupts
+from zrpc.runtime.interrupts import hold_interrupts, release_interrupts
 from zrpc.runtime.resource_limits import advice, out_of_descriptors
 from zrpc.transport.network import Network
 from zrpc.wire.kind import LATE, UNCOUNTED
@@ -102,13 +104,9 @@ class Outbox:
             return
         if self.recorder is not None:
             self.recorder.on_message(message, member, out=True)
-        if in_main_thread():
-            with uninterrupted:
-                self._put_or_queue(member, message)
-        else:
-            self._put_or_queue(member, message)
-
-    def _put_or_queue(self, member: MemberId, message: Message) -> None:
+        in_main_thread = threading.get_ident() == interrupts.main_ident
+        if in_main_thread:
+            hold_interrupts()
         try:
             self.put(member, message)
         except zmq.ZMQError as error:
@@ -123,6 +121,9 @@ class Outbox:
         except BaseException:
             self.undo(member, message)
             raise
+        finally:
+            if in_main_thread:
+                release_interrupts()
 
     def post_each_way(self, member: MemberId, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.

@@ -13,6 +13,8 @@ while. The same goes for the interpreter's lock, if another thread of this progr
 
 from __future__ import annotations
 
+import math
+
 # A thread that waits for longer has spent more than a wake-up takes, and sleeps.
 MAX_SPIN_SECONDS = 0.0005
 # A longer wait counts as this, so one pause is soon forgotten.
@@ -30,50 +32,49 @@ _SOON_SECONDS = 0.1
 
 
 class AdaptiveSpin:
-    """Chooses how long a thread polls. For one thread at a time.
+    """Chooses from when on a thread polls before it sleeps, for at most `MAX_SPIN_SECONDS`.
 
-    Times are in seconds, on any clock.
+    For one thread at a time. Times are in seconds, on any clock.
+
+    Attributes:
+        begins: no thread polls before this time; infinite while messages arrive seldom.
 
     Example:
         >>> spin = AdaptiveSpin()
-        >>> spin.until(now=1.0)
-        1.0005
+        >>> spin.begins
+        0.0
         >>> spin.polled(begun=1.0, now=1.000002)  # it may go on
         True
-        >>> spin.polled(begun=1.1, now=1.103), spin.until(now=1.105)
-        (False, 1.105)
-        >>> spin.until(now=1.2)
-        1.2005
+        >>> spin.polled(begun=1.1, now=1.103), spin.begins
+        (False, 1.113)
         >>> for _ in range(10):
         ...     spin.waited(1.0)
-        >>> spin.until(now=11.0)
-        11.0
+        >>> spin.begins
+        inf
     """
 
-    __slots__ = ("_average_seconds", "_from", "_pause_seconds")
+    __slots__ = ("_average_seconds", "_lost_until", "_pause_seconds", "begins")
 
     def __init__(self) -> None:
+        self.begins = 0.0
         self._average_seconds = 0.0
-        self._from = 0.0  # no thread polls before this time
+        self._lost_until = 0.0  # the end of the pause after the core was lost
         self._pause_seconds = _PAUSE_SECONDS
-
-    def until(self, now: float) -> float:
-        """Returns until when to poll before the next sleep."""
-        soon = self._average_seconds < MAX_SPIN_SECONDS and now >= self._from
-        return now + MAX_SPIN_SECONDS if soon else now
 
     def polled(self, begun: float, now: float) -> bool:
         """Records how long a poll and a yield took; returns whether the thread may go on."""
         if now - begun < _LOST_CORE_SECONDS:
             return True
-        again = begun - self._from < _SOON_SECONDS
+        again = begun - self._lost_until < _SOON_SECONDS
         self._pause_seconds = (
             min(2 * self._pause_seconds, _MAX_PAUSE_SECONDS) if again else _PAUSE_SECONDS
         )
-        self._from = now + self._pause_seconds
+        self._lost_until = self.begins = now + self._pause_seconds
         return False
 
     def waited(self, seconds: float) -> None:
         """Records how long a wait took that is now over."""
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
         self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST
+        seldom = self._average_seconds >= MAX_SPIN_SECONDS
+        self.begins = math.inf if seldom else self._lost_until

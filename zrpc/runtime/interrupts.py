@@ -34,8 +34,9 @@ _ALL = sorted(map(int, signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 
 _get_ident = threading.get_ident
 
-# The main thread's ident. After a fork, the only thread of the child is its main thread.
-_main_ident = threading.main_thread().ident
+# The ident of the main thread, which runs signal handlers. After a fork, the child's only thread is
+# its main thread.
+main_ident = threading.main_thread().ident
 
 # State of the main thread only. How often hold_interrupts() is nested (it may send while it
 # receives).
@@ -87,7 +88,7 @@ def hold_interrupts() -> None:
     Has no effect outside the main thread, since handlers run nowhere else.
     """
     global _depth, _ctrl_c_handler, _held, _found
-    if _get_ident() != _main_ident:
+    if _get_ident() != main_ident:
         return
     if _depth:
         _depth += 1
@@ -125,7 +126,7 @@ def release_interrupts(*_: object) -> None:
             something else.
     """
     global _depth, _ctrl_c_handler, _held
-    if not _depth or _get_ident() != _main_ident:
+    if not _depth or _get_ident() != main_ident:
         return
     _depth -= 1
     if _depth:
@@ -147,7 +148,7 @@ def release_interrupts(*_: object) -> None:
 
 def in_main_thread() -> bool:
     """Returns whether this is the main thread, in which signal handlers run."""
-    return _get_ident() == _main_ident
+    return _get_ident() == main_ident
 
 
 def run_interruptibly(function: Callable[..., T], *args: Any) -> T:
@@ -157,7 +158,7 @@ def run_interruptibly(function: Callable[..., T], *args: Any) -> T:
         KeyboardInterrupt: as `release_interrupts`.
     """
     global _depth
-    depth = _depth if _get_ident() == _main_ident else 0
+    depth = _depth if _get_ident() == main_ident else 0
     if not depth:
         return function(*args)
     try:
@@ -190,7 +191,7 @@ def raised_by_handler(error: BaseException) -> bool:
 
     It is not one of what the handler has interrupted. So it passes through unchanged.
     """
-    if _get_ident() != _main_ident:
+    if _get_ident() != main_ident:
         return False
     handlers = [*map(_get, _ALL), _ctrl_c_handler, *(handler for _, handler in _held)]
     codes = {_code_of(handler) for handler in filter(callable, handlers)}
@@ -246,7 +247,7 @@ class UninterruptedLock:
         self._lock = lock or threading.Lock()
 
     def __enter__(self) -> None:
-        if _get_ident() == _main_ident:
+        if _get_ident() == main_ident:
             hold_interrupts()
         self._lock.acquire()
 
@@ -318,8 +319,8 @@ def _run_arrived(numbers: list[int]) -> None:
 
 
 def _after_fork() -> None:
-    global _main_ident, _depth
-    _main_ident = _get_ident()
+    global main_ident, _depth
+    main_ident = _get_ident()
     # The thread that was the main one may have held handlers back; it does not exist any longer.
     _arrived.clear()
     if _depth:

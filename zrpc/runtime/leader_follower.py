@@ -14,9 +14,8 @@ following   the other I/O thread checks every 1 to 4 ms whether the        promo
 resting     the leader, if its   receives nothing, so a caller may; checks nobody sits any longer, a
             turn called ``rest`` after 0.3 ms, and then ever more seldom,  time limit, ``end_rest``
                                  whether callers still sit
-sitting-for a caller that waits  holds the seat and receives in place of   it leaves the seat
-            for its answer       the leader, which rests or is in a job;   (``leave``)
-                                 10 ms at most
+sitting-for a caller that waits  holds the seat and receives in place of   its answer has come, or a
+            for its answer       the leader, which rests or is in a job    time limit (``sit``)
 =========== ==================== ========================================= =========================
 
 A leader that runs a short job itself saves waking another thread. If the job is not short, the
@@ -33,6 +32,7 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -70,7 +70,8 @@ class LeaderFollower:
     Args:
         context: the threads' context.
         name: the prefix of the threads' names.
-        turn: waits for messages for a short time and handles them; it may leave a job by `take`.
+        turn: waits for messages, at most until a time, and handles them; it may leave a job by
+            `take`.
         interrupt: makes a waiting turn return.
 
     Attributes:
@@ -85,7 +86,7 @@ class LeaderFollower:
         self,
         context: contextvars.Context,
         name: str,
-        turn: Callable[[], None],
+        turn: Callable[[float], None],
         interrupt: Callable[[], None],
     ) -> None:
         self._turn = turn
@@ -203,24 +204,28 @@ class LeaderFollower:
             self._rest_until = until
             self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
 
-    def sit(self) -> bool:
-        """Takes the seat, so the current thread receives; returns whether it got the seat.
+    def sit(self, gate: threading.Lock, end: float) -> bool:
+        """Receives in the current thread, which does not have the seat, until a gate opens.
 
-        Not if it has the seat. In any case it calls `leave` next, also after an exception.
+        Args:
+            gate: opened by what is to be received.
+            end: until when to receive at most, on the clock of ``time.monotonic``.
+
+        Returns:
+            Whether it got the seat.
         """
-        if not self.seat.acquire(blocking=False):
-            return False
-        if self._stopping:
-            return False
-        self._sit_count += 1
-        self._sitter_ident = threading.get_ident()
-        return True
-
-    def leave(self) -> None:
-        """Gives back the seat, if the current thread has it."""
-        if self.seat._is_owned():
-            self._sitter_ident = 0
-            self.seat.release()
+        try:
+            if not self.seat.acquire(blocking=False) or self._stopping:
+                return False
+            self._sit_count += 1
+            self._sitter_ident = threading.get_ident()
+            while gate.locked() and time.monotonic() < end:
+                self._turn(end)
+            return True
+        finally:
+            if self.seat._is_owned():
+                self._sitter_ident = 0
+                self.seat.release()
 
     def end_rest(self) -> None:
         """Makes the leader receive again."""
@@ -248,7 +253,7 @@ class LeaderFollower:
         with self.seat:
             self.turn_ident = threading.get_ident()
             try:
-                self._turn()
+                self._turn(math.inf)
             finally:
                 self.turn_ident = 0
         job, self._job = self._job, None

@@ -11,7 +11,7 @@ from typing import Any
 
 import zmq
 
-from zrpc.runtime.adaptive_spin import AdaptiveSpin
+from zrpc.runtime.adaptive_spin import MAX_SPIN_SECONDS, AdaptiveSpin
 from zrpc.transport.chunks import BEGINS_CHUNK, MAX_FRAME_BYTES, remnant
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
@@ -139,7 +139,7 @@ class Inbox:
         if messages:
             return messages.popleft()
         begun = now = monotonic()
-        awake = self._spin.until(now) if spin else now
+        awake = now + MAX_SPIN_SECONDS if spin and now >= self._spin.begins else now
         while True:
             spinning = now < awake
             if spinning and self._direct is None:

@@ -35,7 +35,7 @@ from zrpc.errors import (
     RpcError,
     has_shut_down,
 )
-from zrpc.functions import ASYNC_MARK, DEFERRAL, Deferral, is_async_execution
+from zrpc.functions import ASYNC_MARK, DEFERRAL, Deferral
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.extended import Call, MakesStreams, Resolve
 from zrpc.services.rref.service import RRefService
@@ -165,7 +165,7 @@ class StreamService(Service, MakesStreams):
             return self._start(request, result, run.__qualname__)
 
         run.__qualname__ = name_of_function(function)
-        if is_async_execution(function):
+        if hasattr(function, ASYNC_MARK):
             setattr(run, ASYNC_MARK, True)
         return run, args, kwargs
 
