@@ -266,11 +266,11 @@ class RRefService(Service, MessageHooks, HasOrders):
             for step in mailbox.arrive(call, request.sender, turn[0] if turn else None, method):
                 step()
             return
-        if ready:
-            self.agent.callee.on_call(request, sink, resolve)
-            return
-        # No thread waits for a value that is still to be made. It may become an actor.
-        value.when_ready(partial(self._run_method, request, value, sink, turn, wrap), scope)
+        begin = partial(self.agent.callee.on_call, request, sink, resolve)
+        if not ready:  # it may become an actor
+            begin = partial(self._run_method, request, value, sink, turn, wrap)
+        # No thread waits for a value that is still to be made.
+        value.when_ready(begin, scope)
 
     def _resolve_method(self, request: Message, value: OwnedValue) -> Call:
         name, args, kwargs = self.agent.codec.unpack(request)
