@@ -88,6 +88,11 @@ def with_rref() -> None:
     assert rpc.rpc_sync(1, lambda rref: rref.to_here(), (rpc.RRef([1]),)) == [1]
 
 
+def with_rref_of_a_third() -> None:
+    rref = rpc.remote(2, Counter)
+    assert rpc.rpc_sync(1, lambda rref: rref.rpc_sync().add(1), (rref,)) == 1
+
+
 def cancelled() -> None:
     rpc.rpc_async(1, time.sleep, (0.001,)).cancel()
 
@@ -270,7 +275,7 @@ def test_no_memory_or_stack_for_a_function_in_a_thread(
 
 
 @pytest.mark.parametrize("share", range(SHARES))
-@pytest.mark.parametrize("work", WORK)
+@pytest.mark.parametrize("work", [*WORK, with_rref_of_a_third])
 @pytest.mark.parametrize("worker", [0, 1])
 def test_no_memory_or_stack_for_a_function_in_the_threads_of_a_worker(
     work: Callable[[], None], worker: int, share: int, caplog: pytest.LogCaptureFixture
@@ -284,7 +289,8 @@ def test_no_memory_or_stack_for_a_function_in_the_threads_of_a_worker(
 
     def interrupted(number: int) -> None:
         error = (MemoryError, RecursionError)[number % 2]
-        with entries.profiled(), local_mesh(2, timeout=3600, options=_OPTIONS) as mesh:
+        size = 3 if work is with_rref_of_a_third else 2
+        with entries.profiled(), local_mesh(size, timeout=3600, options=_OPTIONS) as mesh:
 
             def run() -> None:
                 with mesh.agent(0).as_current(), contextlib.suppress(Exception):

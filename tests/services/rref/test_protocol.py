@@ -22,9 +22,9 @@ from tests.services.rref.simulation import (
     schedules,
 )
 from zrpc.errors import ProtocolError
-from zrpc.services.rref import protocol
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
 from zrpc.services.rref.protocol import References
+from zrpc.services.rref.serials import Serials
 
 thorough = settings(max_examples=250)
 SIZES = st.integers(3, 5)
@@ -329,7 +329,7 @@ def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
 
 def test_what_is_known_does_not_grow_after_a_message_is_lost() -> None:
     """The others are admitted once each, however late within some bounds."""
-    serials, total = protocol._Serials(), 40_000
+    serials, total = Serials(), 40_000
     lost = {3, 11, 12}
     numbers = [number for number in range(total) if number not in lost]
     numbers[50], numbers[55] = numbers[55], numbers[50]

@@ -55,17 +55,16 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
+from zrpc.services.rref.serials import Serials
 from zrpc.wire.member_id import MemberId
+from zrpc.wire.message import Message
+
+# A request, and what begins its handler. The rules only keep it.
+Handler = tuple[Message, Callable[[], None]]
 
 # A user remembers this many ended forks, in case the message with one of them comes again.
 _ENDED_REMEMBERED = 64
 
-# A message may arrive after this many that were sent later: what was read from a connection before
-# it broke can come after what the next connection brought.
-_MAX_AHEAD = 1 << 14
-
-# After this time a message that others have overtaken counts as lost.
-_LATE_SECONDS = 2.0
 # The latest messages to each member that are kept: as many as are sent as one.
 _RESENT = 256
 
@@ -98,55 +97,9 @@ class _Held:
 class _Waiting:
     """A handler that begins when its forks are listed, or after the deadline."""
 
-    begin: Callable[[], None]
+    handler: Handler
     unlisted: set[ForkId]
     deadline: float
-
-
-@dataclass(slots=True)
-class _Serials:
-    """The serial numbers seen from one sender: all below ``next``, and those in ``ahead``.
-
-    The numbers of messages that are lost with a connection never come. They count as seen once
-    `_MAX_AHEAD` later ones have come.
-    """
-
-    next: int = 0
-    ahead: set[int] = field(default_factory=set)
-    # The last number that was missing in `is_late`, since when, and whether that was said.
-    _missing: int = -1
-    _since: float = 0.0
-    _said: bool = False
-
-    def is_late(self, now: float) -> bool:
-        """Returns whether the next number is late, once; it counts as seen if it stays so."""
-        if not self.ahead:
-            return False
-        if self._missing != self.next:
-            self._missing, self._since, self._said = self.next, now, False
-        elif now - self._since >= _LATE_SECONDS:
-            if not self._said:
-                self._since, self._said = now, True
-                return True
-            self.next = min(self.ahead)
-            self._advance()
-        return False
-
-    def seen(self, serial: int) -> bool:
-        """Returns whether a number was noted."""
-        return serial < self.next or serial in self.ahead
-
-    def admit(self, serial: int) -> None:
-        """Notes a number."""
-        self.ahead.add(serial)
-        if len(self.ahead) > _MAX_AHEAD:
-            self.next = min(self.ahead)
-        self._advance()
-
-    def _advance(self) -> None:
-        while self.next in self.ahead:
-            self.ahead.remove(self.next)
-            self.next += 1
 
 
 class References:
@@ -177,12 +130,12 @@ class References:
         # Packed, which takes a quarter of the memory.
         kept = partial(deque[bytes], maxlen=_RESENT)
         self._sent: defaultdict[MemberId, deque[bytes]] = defaultdict(kept)
-        self._serials_in: defaultdict[MemberId, _Serials] = defaultdict(_Serials)
+        self._serials_in: defaultdict[MemberId, Serials] = defaultdict(Serials)
         self.unseen: deque[RRefId | ForkId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []
-        self.ready: list[Callable[[], None]] = []
+        self.ready: list[Handler] = []
 
     @property
     def idle(self) -> bool:
@@ -325,7 +278,10 @@ class References:
             self.on_listed(fork.fork_id)
 
     def receive(self, fork: Fork, sender: MemberId) -> None:
-        """Counts a handle for a child that has come in a message from ``sender``."""
+        """Counts a handle for a child that has come in a message from ``sender``.
+
+        If there was no memory for it, nothing is counted, and it can be done again.
+        """
         rref_id, fork_id, owner, parent_id = fork
         if owner != self._own_id:
             if fork_id in self._held:
@@ -333,30 +289,29 @@ class References:
                 return
             if fork_id in self._ended:
                 return
-            self._held[fork_id] = _Held(rref_id, owner, listed=sender == owner)
+            held = _Held(rref_id, owner, listed=sender == owner)
             if sender != owner and owner not in self._lost:
-                self._adding[fork_id] = owner, rref_id
                 self._send(owner, Verb.ADD, rref_id, fork_id, parent_id)
+                self._adding[fork_id] = owner, rref_id
+            self._held[fork_id] = held
             return
-        self.retain(rref_id)
         if sender == owner:
             self._delete(rref_id, fork_id, sender)
         else:
             self._announce(rref_id, fork_id, parent_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
+        self._owned[rref_id].handles += 1
 
-    def begin_when_listed(
-        self, forks: Iterable[ForkId], begin: Callable[[], None], deadline: float
-    ) -> None:
+    def begin_when_listed(self, forks: Iterable[ForkId], handler: Handler, deadline: float) -> None:
         """Adds a handler to `ready` once the owners list these forks, which came with its request.
 
         A message that is lost must not hold it up without limit: see `expire`.
         """
         unlisted = self._adding.keys() & set(forks)
         if unlisted:
-            self._waiting.append(_Waiting(begin, unlisted, deadline))
+            self._waiting.append(_Waiting(handler, unlisted, deadline))
         else:
-            self.ready.append(begin)
+            self.ready.append(handler)
 
     def expire(self, now: float) -> None:
         """Adds handlers to `ready` at their deadline, though their forks are not listed.
@@ -368,7 +323,7 @@ class References:
                 self.on_messages_lost(member)
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
-            self.ready.append(waiting.begin)
+            self.ready.append(waiting.handler)
 
     def _end_adding(self, forks: set[ForkId]) -> None:
         """Notes that the owners of these forks have answered, or never will."""
@@ -378,7 +333,7 @@ class References:
             waiting.unlisted -= forks
             if not waiting.unlisted:
                 self._waiting.remove(waiting)
-                self.ready.append(waiting.begin)
+                self.ready.append(waiting.handler)
 
     # -- messages and peers --------------------------------------------------------------
 

@@ -15,19 +15,17 @@ from typing_extensions import override
 from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
-from zrpc.calls.callee import UNCALLED
-from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.result_sink import ResultSink
-from zrpc.errors import OwnerDied, has_shut_down, of_lost_message, was_not_executed
+from zrpc.errors import OwnerDied, has_shut_down, of_lost_message
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.runtime.thread_pool import end_with
-from zrpc.services.actors.actor import ActorSink, do, in_turn, make_mailbox
+from zrpc.services.actors.actor import ActorSink, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.rref.extended import Call, Resolve
+from zrpc.services.rref.fetches import fetch
 from zrpc.services.rref.messages import (
     Fork,
     ForkId,
@@ -47,6 +45,12 @@ from zrpc.wire.message import Message
 # A handler begins after this time at the latest, even if a fork in its arguments is not listed yet:
 # the message that lists it may be lost.
 _LISTING_SECONDS = 5.0
+
+_NEVER_MADE = (
+    "the value of this RRef is never made: the call that was to make it was not sent, or its owner "
+    "could not read it; or its owner has died, and the worker that made it has no RRef to it any "
+    "more, or it was stopped"
+)
 
 # A worker remembers this many of the values that it has freed: the caller of a method may give
 # up its call, and then its RRef, before the call arrives.
@@ -90,6 +94,7 @@ class RRefService(Service, MessageHooks, HasOrders):
         self.values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
         # Each as one number: objects would take the collector's time.
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
+        self._unmade: deque[OwnedValue] = deque()  # those that get an error now
         self._closed = False
         # Its actors; guarded by the lock.
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
@@ -194,41 +199,8 @@ class RRefService(Service, MessageHooks, HasOrders):
     def _on_fetch(self, request: Message) -> None:
         rref_id, *turn = request.attachment(Tag.SUBJECT)
         value = self.find_value(rref_id)
-        begin = partial(self._fetch, request, value, turn)
+        begin = partial(fetch, self.agent, request, value, turn)
         value.when_ready(begin, self.agent.callee.requests.accept(request))
-
-    def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
-        """Answers a fetch: from an actor in its turn."""
-        mailbox, callee = value.mailbox, self.agent.callee
-        fail = callee.fail if mailbox is None else mailbox.sink.fail
-        work = self._answer_fetch if mailbox is None else self._answer_in_turn
-        begin = partial(self.agent.receiver.run, RequestJob(request, fail, partial(work, value)))
-        if mailbox is None:
-            begin()
-            return
-        request.scope.mailbox = mailbox
-        call = request, begin, partial(callee.refuse, request)
-        do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
-
-    def _answer_in_turn(self, value: OwnedValue, request: Message) -> None:
-        """Answers a fetch of an actor; in the pool."""
-        mailbox = request.scope.mailbox
-        request.scope.begun = True  # for `Mailbox.sweep`
-        do(mailbox.on_begun(request.scope))
-        try:
-            self._answer_fetch(value, request)
-        finally:
-            end_with(mailbox.end(request.scope))
-
-    def _answer_fetch(self, value: OwnedValue, request: Message) -> None:
-        """Answers a fetch; in the pool, as pickling may take long and run the user's code."""
-        try:
-            content = value.get()
-        except BaseException as error:
-            uncalled = UNCALLED if was_not_executed(error) else ()
-            self.agent.callee.answer_error(request, error, uncalled)
-        else:
-            self.agent.callee.answer(request, content)
 
     def run_method(
         self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None
@@ -294,18 +266,24 @@ class RRefService(Service, MessageHooks, HasOrders):
         for fork in forks:
             if fork.owner not in self.agent.membership.infos:
                 self.agent.peers.recall(fork.owner)
-        with self.lock:
-            for fork in forks:
-                self.references.receive(fork, message.sender)
+        received: list[Fork] = []
         handles: list[tuple[ForkId, Any]] = []
         try:
+            with self.lock:
+                for fork in forks:
+                    try:
+                        self.references.receive(fork, message.sender)
+                    except Exception:  # no memory for its frame, for example: it did nothing
+                        self.references.receive(fork, message.sender)
+                    received.append(fork)
             self.settle_references()
             for fork in forks:
                 value = self.find_value(fork.rref_id) if fork.owner == self.member else None
                 handles.append((fork.fork_id, self._make_handle(self, fork, value)))
-        except BaseException:  # no memory; they were received nevertheless
-            message.attachments = {}
-            for rref_id, fork_id, owner, _ in forks[len(handles) :]:
+        except BaseException:  # no memory; those that were received were so nevertheless
+            if received:
+                message.attachments = {}
+            for rref_id, fork_id, owner, _ in received[len(handles) :]:
                 self.dropped.append((rref_id, None if owner == self.member else fork_id))
             raise
         return handles
@@ -316,7 +294,8 @@ class RRefService(Service, MessageHooks, HasOrders):
         received = (request.attachments or {}).get(Tag.FORKS, ())
         deadline = time.monotonic() + _LISTING_SECONDS
         with self.lock:
-            self.references.begin_when_listed([fork for fork, _ in received], begin, deadline)
+            forks = [fork for fork, _ in received]
+            self.references.begin_when_listed(forks, (request, begin), deadline)
         self.settle_references()
 
     # -- events of the agent -------------------------------------------------------------
@@ -408,42 +387,62 @@ class RRefService(Service, MessageHooks, HasOrders):
 
     @override
     def settle_references(self) -> None:
-        """Frees unused values, sends the messages that have gathered, and lets handlers begin."""
-        references = self.references
-        if not (references.unseen or references.freed or references.outgoing or references.ready):
+        """Frees unused values, sends the messages that have gathered, and lets handlers begin.
+
+        What there is no memory for is done by the next call, at the next tick at the latest.
+        """
+        references, unmade = self.references, self._unmade
+        if not (
+            references.unseen
+            or references.freed
+            or references.outgoing
+            or references.ready
+            or unmade
+        ):
             return  # if another thread adds something meanwhile, it settles that itself
         with self.lock:
             references.look()
-            ready, references.ready = references.ready, []
             # Before those that are freed: one may be both.
-            unmade = [self.values[rref_id] for rref_id in references.unmade]
+            unmade.extend(map(self.values.__getitem__, references.unmade))
             references.unmade.clear()
-            freed = [self.values.pop(rref_id, None) for rref_id in references.freed]
             self._freed.extend(map(_number, references.freed))
+            freed = [*map(self.values.pop, references.freed, itertools.repeat(None))]
             references.freed.clear()
-        for value in unmade:
-            value.set(
-                error=of_lost_message(
-                    "the value of this RRef is never made: the call that was to make it was not "
-                    "sent, or its owner could not read it; or its owner has died, and the worker "
-                    "that made it has no RRef to it any more, or it was stopped",
-                    executed=False,
-                )
-            )
+        while unmade:
+            try:
+                value = unmade.popleft()
+            except IndexError:  # another thread has taken it
+                break
+            try:
+                value.set(error=of_lost_message(_NEVER_MADE, executed=False))
+            except BaseException:
+                unmade.append(value)
+                raise
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
+        self._send_references()
+        while references.ready:
+            try:
+                request, begin = references.ready.pop(0)  # atomic
+            except IndexError:  # another thread has taken it
+                return
+            try:
+                begin()
+            except BaseException as error:
+                self.agent.callee.answer_error(request, error)
+                raise
+
+    def _send_references(self) -> None:
         with self.lock:
-            outgoing, references.outgoing = references.outgoing, []
-        for member, body in bodies(outgoing):
-            self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
+            outgoing, self.references.outgoing = self.references.outgoing, []
         try:
-            while ready:
-                ready.pop(0)()
-        finally:
-            if ready:  # one has failed: the others begin at the next tick
-                with self.lock:
-                    references.ready[:0] = ready
+            for member, body in bodies(outgoing):
+                self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
+        except BaseException:  # what was sent comes again, and is not counted twice
+            with self.lock:
+                self.references.outgoing[:0] = outgoing
+            raise
 
 
 def _number(rref_id: RRefId) -> int:
