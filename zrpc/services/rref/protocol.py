@@ -360,7 +360,11 @@ class References:
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
         else:
             self._delete(rref_id, fork_id, sender)
-        serials.admit(serial)  # last: if there was no memory for the rest, it is asked for again
+        # Last: if there was no memory for the rest, it is asked for again.
+        try:
+            serials.admit(serial)
+        except Exception:  # nor for its frame: it did nothing, and a DELETE must not count twice
+            serials.admit(serial)
 
     def on_messages_lost(self, member: MemberId) -> None:
         """Asks a member for its messages again, from the first that has not come."""
