@@ -109,11 +109,11 @@ class Unpacker:
                 del rest[:start]
             elif start < end:
                 rest += data[start:]
-        except MemoryError as error:
+        except (MemoryError, RecursionError) as error:
             try:
                 joined = len(rest) > begun
                 self._begin_drop((memoryview(rest) if joined else data)[start:], joined, messages)
-            except MemoryError:
+            except (MemoryError, RecursionError):
                 raise ProtocolError("there is no memory for the beginning of a message") from error
 
     def _begin_drop(self, data: memoryview, joined: bool, messages: list[Unpacked]) -> None:

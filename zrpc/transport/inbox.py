@@ -189,7 +189,7 @@ class Inbox:
             buffers: list[Any] = []
             while self._socket.getsockopt(zmq.RCVMORE):
                 buffers.append(self._socket.recv(copy=False))
-        except MemoryError:
+        except (MemoryError, RecursionError):
             # The message is lost. The next one must not begin with the rest of it.
             while self._socket.getsockopt(zmq.RCVMORE):
                 self._socket.recv(copy=False)

@@ -322,7 +322,7 @@ class DirectInbox:
         try:
             try:
                 connection.unpacker.feed(data, messages)
-            except MemoryError:  # for its frame: it has taken nothing
+            except (MemoryError, RecursionError):  # for its frame: it has taken nothing
                 connection.unpacker.feed(data, messages)
         except (ProtocolError, MemoryError, RecursionError) as error:
             # The bytes that follow can't be parsed. The sender will use ZeroMQ instead. Loss

@@ -82,21 +82,23 @@ class OwnedValue:
 
         If one fails, for lack of memory, the next call of this goes on with it.
         """
-        with uninterrupted, self._lock:
-            if not self.ready:
-                self._value, self._error = value, error
-                if error is not None:
-                    # As text: the frames of a traceback would keep the call's arguments alive.
-                    cause = RemoteError(traceback_of(error))
-                    set_cause(error.with_traceback(None), cause)
-                self.ready = True
-            followers, self._followers = self._followers, None
+        followers: list[_Follower] | None = None
         try:
+            with uninterrupted, self._lock:
+                if not self.ready:
+                    self._value, self._error = value, error
+                    if error is not None:
+                        # As text: a traceback's frames would keep the call's arguments alive.
+                        cause = RemoteError(traceback_of(error))
+                        set_cause(error.with_traceback(None), cause)
+                    self.ready = True
+                followers, self._followers = self._followers, None
             while followers:
                 followers[0][0]()
                 del followers[0]
         except BaseException:
-            self._followers = followers
+            if followers:
+                self._followers = followers
             raise
 
     def holds(self, value: object) -> bool:
