@@ -158,6 +158,7 @@ class Agent:
             self.caller,
             lambda *outsider: self.peers.on_outsider(*outsider),
             self._on_messages_lost,
+            self._on_answer_lost,
         )
         self.liveness = LivenessMonitor(
             self.network, self.membership, self.options.heartbeat_timeout, self.dispatcher.received
@@ -323,6 +324,15 @@ class Agent:
     def _on_messages_lost(self, member: MemberId) -> None:
         services = (partial(service.on_messages_lost, member) for service in self.services)
         self._each("the loss of messages", services)
+
+    def _on_answer_lost(self, member: MemberId) -> None:
+        services = (partial(service.on_answer_lost, member) for service in self.services)
+        self._each("the loss of an answer", services)
+
+    def on_answered(self, member: MemberId) -> None:
+        """Tells the services that a member has answered a question; see `Service.on_answered`."""
+        services = (partial(service.on_answered, member) for service in self.services)
+        self._each("an answer", services)
 
     def _on_handler_failed(self, error: BaseException) -> None:
         services = (partial(service.on_handler_failed, error) for service in self.services)

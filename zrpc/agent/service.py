@@ -106,6 +106,15 @@ class Service:
         Which of them is not known. Lost requests and answers are told to their callers instead.
         """
 
+    def on_answer_lost(self, member: MemberId) -> None:
+        """Looks for what an answer of a member may have brought; its caller was told."""
+
+    def on_answered(self, member: MemberId) -> None:
+        """Notes that all has come, or is lost, that a member had sent before it was asked.
+
+        Some of what was read from a connection that broke may still come, before the next time.
+        """
+
     def awaited_members(self) -> Collection[MemberId]:
         """Returns the members whose messages, other than answers, this service waits for."""
         return ()

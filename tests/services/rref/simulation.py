@@ -183,18 +183,33 @@ class Network:
             ]
 
     def break_off(self, packet: Packet) -> None:
-        """Loses a message of the protocol between two that live, with its connection."""
-        if packet.kind == "message":
+        """Loses a message of the protocol, or one with a fork, with its connection."""
+        if packet.kind == "message" or (packet.kind == "fork" and packet.sender != packet.to):
             self.under_way.remove(packet)
             self.broken = True
 
+    def miss(self, worker: int, other: int) -> None:
+        """A worker finds out, perhaps wrongly, that messages of another one are lost."""
+        if worker != other:
+            self.machines[worker].on_messages_lost(other)
+            self._pump(worker)
+
+    def answer(self, worker: int, other: int) -> None:
+        """A worker answers another one's question: behind all that it sent before."""
+        if not any((p.sender, p.to) == (worker, other) for p in self.under_way):
+            self.machines[other].on_answered(worker)
+            self._pump(other)
+
     def _find_out(self) -> None:
-        """What is lost shows by later messages; so all talk to all, and some time passes."""
+        """What is lost shows by later messages and answers; so all ask all, and time passes."""
         self.broken = False
         for one, other in itertools.permutations(self.living, 2):
             self.create(one, other)
             self.drop(self.handles[-1])
-        for _ in range(3):
+            self.miss(one, other)
+        for _ in range(8):
+            for one, other in itertools.permutations(self.living, 2):
+                self.answer(one, other)
             while self.under_way:
                 self.deliver(self.under_way[0])
             self.clock += 60.0
@@ -297,7 +312,7 @@ class Network:
 # this, a failing schedule shrinks to the few steps that matter.
 ORDINARY = ("create", "hand on", "hand on", "cancel", "drop", "deliver", "deliver", "repeat")
 WITH_LOSSES = (*ORDINARY, "kill", "notice", "lose packet")
-WITH_BREAKS = (*ORDINARY, "break off")
+WITH_BREAKS = (*ORDINARY, "break off", "miss", "answer")
 WITH_PARTITIONS = (*ORDINARY, "part", "notice", "agree")
 Step = tuple[str, int, int]
 
@@ -339,6 +354,10 @@ def _step(network: Network, what: str, first: int, second: int) -> None:
         network.repeat(packet)
     elif what == "break off" and packet:
         network.break_off(packet)
+    elif what == "miss":
+        network.miss(worker, other)
+    elif what == "answer":
+        network.answer(worker, other)
     elif what == "lose packet" and packet:
         network.lose_packet(packet)
     elif what == "kill" and len(living) > 2:

@@ -206,8 +206,10 @@ class Questions:
 
     def take_answer(
         self, member: MemberId, number: int, answer: Standings, now: float
-    ) -> Collection[int]:
+    ) -> Collection[int] | None:
         """Takes the answer to a question; returns the calls that are lost if none has an outcome.
+
+        None if the answer does not count.
 
         Args:
             member: the callee.
@@ -217,7 +219,7 @@ class Questions:
         """
         asked = self._questions.get(member)
         if asked is None or number not in asked.unanswered:
-            return ()
+            return None
         calls = asked.unanswered[number]
         # Not again at once: what is missing has some time to arrive after all. So the answers to
         # the other questions, which may be right behind, don't count.

@@ -140,7 +140,10 @@ class InspectionService(Service):
             return
         calls = self.agent.caller.calls
         answer, now = Standings.parse(body), time.monotonic()
-        for call_id in self.rules.take_answer(message.sender, number, answer, now):
+        lost = self.rules.take_answer(message.sender, number, answer, now)
+        if lost is None:
+            return
+        for call_id in lost:
             if calls.get(call_id) is not None:
                 info = self.agent.membership.infos[message.sender]
                 text = (
@@ -151,6 +154,7 @@ class InspectionService(Service):
                 logger.error("%s: %s", self.agent.worker_info, text)
                 self.agent.dispatcher.lost += 1
                 calls.settle(call_id, RpcError(text))
+        self.agent.on_answered(message.sender)
 
     # -- what it is asked ----------------------------------------------------------------
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from zrpc.actors import ActorLabel
 from zrpc.errors import RpcError
-from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork
+from zrpc.services.rref.messages import FORK_SIZE, NO_FORK, Fork, ForkId
 from zrpc.wire.kind import Tag
+from zrpc.wire.message import Message
 from zrpc.wire.pickling import encoder
 from zrpc.wire.unpickling import decoder
 
@@ -33,6 +34,35 @@ def reduce_rref(rref: Any) -> Any:
     forks.extend(fork.pack())
     place = len(forks) // FORK_SIZE - 1
     return _receive_rref, (place,) if rref._order is None else (place, *rref._order.label)
+
+
+def receive_forks(service: Any, message: Message, data: bytes) -> list[tuple[ForkId, Any]]:
+    """Makes the handles of the forks in a message, even if it will never be unpickled."""
+    forks = Fork.unpack_all(data)
+    for fork in forks:
+        if fork.owner not in service.agent.membership.infos:
+            service.agent.peers.recall(fork.owner)
+    received: list[Fork] = []
+    handles: list[tuple[ForkId, Any]] = []
+    try:
+        with service.lock:
+            for fork in forks:
+                try:
+                    service.references.receive(fork, message.sender)
+                except Exception:  # no memory for its frame, for example: it did nothing
+                    service.references.receive(fork, message.sender)
+                received.append(fork)
+        service.settle_references()
+        for fork in forks:
+            value = service.find_value(fork.rref_id) if fork.owner == service.member else None
+            handles.append((fork.fork_id, service.make_handle(service, fork, value)))
+    except BaseException:  # no memory; those that were received were so nevertheless
+        if received:
+            message.attachments = {}
+        for rref_id, fork_id, owner, _ in received[len(handles) :]:
+            service.dropped.append((rref_id, None if owner == service.member else fork_id))
+        raise
+    return handles
 
 
 def _receive_rref(index: int, *label: Any) -> Any:

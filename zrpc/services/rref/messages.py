@@ -69,6 +69,7 @@ class Verb(IntEnum):
     ADDED = 2
     DELETE = 3
     RESEND = 4
+    CHECK = 5
 
 
 class ReferenceMessage(NamedTuple):
@@ -80,7 +81,7 @@ class ReferenceMessage(NamedTuple):
         rref_id: the value.
         fork_id: the fork. The member that handed it on has drawn its id. For RESEND, its number is
             the serial of the first message that is missing.
-        parent_id: for ADD, that member's own fork.
+        parent_id: for ADD and CHECK, that member's own fork.
     """
 
     verb: Verb

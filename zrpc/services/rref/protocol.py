@@ -24,6 +24,7 @@ ADD          user, owner             I hold this fork, which that parent gave me
 ADDED        owner, user and parent  this fork is listed
 DELETE       user, owner             this fork has ended
 RESEND       any, any                a message of yours is missing: send it and the later ones again
+CHECK        owner or parent, user   I gave you this fork, perhaps in a message that is lost
 ============ ======================= ===================================================
 
 Messages may arrive in any order and more than once:
@@ -35,6 +36,10 @@ Messages may arrive in any order and more than once:
 - A message may be lost as a connection breaks. That shows by a number that is left out for some
   seconds after a later one has come. Each worker keeps its latest messages to each other one, to
   send them again. If a handler had no memory for a message, it is sent again at once.
+- A call or an answer with forks may be lost too. So on RESEND, a worker also asks about the latest
+  forks that it gave to the other one and that may not have come. If the other one does not know a
+  fork, it lets it end: DELETE to the owner, ADDED to a parent. Not at once, since the message may
+  still be in flight: see `zrpc.services.rref.lost_forks`.
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
@@ -51,10 +56,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from heapq import nlargest
 
+from zrpc.services.rref.held import Held
+from zrpc.services.rref.lost_forks import Absent, LostForks
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
+from zrpc.services.rref.owned import Owned
 from zrpc.services.rref.serials import Serials
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -68,29 +77,8 @@ _ENDED_REMEMBERED = 64
 # The latest messages to each member that are kept: as many as are sent as one.
 _RESENT = 256
 
-
-@dataclass(slots=True)
-class _Owned:
-    """What an owner knows of one of its values: the forks by holder, and its own handles."""
-
-    forks: dict[ForkId, MemberId] = field(default_factory=dict)
-    handles: int = 0
-    # Forks whose DELETE came first, with its sender; the message that lists them is in flight.
-    ended_early: dict[ForkId, MemberId] = field(default_factory=dict)
-    # Forks that a child has named as its parent, with the parent's holder and the worker that
-    # named it; the message that lists them is in flight too.
-    announced: dict[ForkId, tuple[MemberId, MemberId]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class _Held:
-    """What a user knows of one of its forks."""
-
-    rref_id: RRefId
-    owner: MemberId
-    handles: int = 1  # more if the message with the fork came twice
-    listed: bool = False  # the owner has confirmed it
-    children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
+# About this many forks a member is asked at a time; about more of them if some of these are lost.
+_ASKED = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -117,14 +105,18 @@ class References:
     def __init__(self, member: MemberId) -> None:
         self._own_id = member
         # A message about a value may come before its creation.
-        self._owned: defaultdict[RRefId, _Owned] = defaultdict(_Owned)
-        self._held: dict[ForkId, _Held] = {}
+        self._owned: defaultdict[RRefId, Owned] = defaultdict(Owned)
+        self._held: dict[ForkId, Held] = {}
         self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
         # The latest of our forks that have ended: a message may come twice.
         self._ended: dict[ForkId, None] = {}
         # Forks with an ADD that is not answered yet, with their owner and RRef.
         self._adding: dict[ForkId, tuple[MemberId, RRefId]] = {}
         self._waiting: list[_Waiting] = []
+        self._lost_forks = LostForks()
+        # The latest forks that each member was asked about.
+        asked = partial(deque[ForkId], maxlen=2 * _ASKED)
+        self._asked: defaultdict[MemberId, deque[ForkId]] = defaultdict(asked)
         self._lost: set[MemberId] = set()
         self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
         # Packed, which takes a quarter of the memory.
@@ -136,6 +128,12 @@ class References:
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []
         self.ready: list[Handler] = []
+
+    @property
+    def awaited(self) -> set[MemberId]:
+        """The members that have forks to tell of, or that a message is waited for from."""
+        receivers = {self._held[parent].children[c] for c, parent in self._parents.items()}
+        return receivers | self._lost_forks.givers
 
     @property
     def idle(self) -> bool:
@@ -187,6 +185,9 @@ class References:
             owned.announced[parent_id] = (holder, sender)
 
     def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: MemberId) -> None:
+        known = rref_id in self._owned and fork_id in self._owned[rref_id].forks
+        if not known and fork_id in self._asked.get(sender, ()):
+            return  # it ended before it was asked about, and its user no longer knew that
         self.unseen.append(rref_id)
         owned = self._owned[rref_id]
         if owned.forks.pop(fork_id, None) is None:
@@ -196,7 +197,7 @@ class References:
 
     def create(self, rref_id: RRefId, fork_id: ForkId, owner: MemberId) -> None:
         """Notes a value that ``owner`` makes for this worker; that message lists the fork."""
-        self._held[fork_id] = _Held(rref_id, owner)
+        self._held[fork_id] = Held(rref_id, owner)
 
     def cancel_create(self, fork_id: ForkId) -> None:
         """Undoes `create`: the message is not sent after all, and nobody has the fork."""
@@ -248,16 +249,19 @@ class References:
         while self.unseen:
             found = self.unseen[0]
             owned, held = self._owned.get(found), self._held.get(found)
-            if owned and not (owned.forks or owned.handles or owned.ended_early or owned.announced):
+            if owned and not owned.used:
                 self.freed.append(found)
                 del self._owned[found]
             if held and not held.handles and not held.children:
                 self._send(held.owner, Verb.DELETE, held.rref_id, found)
                 del self._held[found]
-                self._ended[found] = None
-                if len(self._ended) > _ENDED_REMEMBERED:
-                    del self._ended[next(iter(self._ended))]
+                self._remember(found)
             self.unseen.popleft()
+
+    def _remember(self, ended: ForkId) -> None:
+        self._ended[ended] = None
+        if len(self._ended) > _ENDED_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     # -- forks in messages ---------------------------------------------------------------
 
@@ -289,7 +293,7 @@ class References:
                 return
             if fork_id in self._ended:
                 return
-            held = _Held(rref_id, owner, listed=sender == owner)
+            held = Held(rref_id, owner, listed=sender == owner)
             if sender != owner and owner not in self._lost:
                 self._send(owner, Verb.ADD, rref_id, fork_id, parent_id)
                 self._adding[fork_id] = owner, rref_id
@@ -358,6 +362,10 @@ class References:
         elif verb is Verb.RESEND:
             sent = ReferenceMessage.parse_all(b"".join(self._sent.get(sender, ())))
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
+            self._ask_about_forks(sender)
+        elif verb is Verb.CHECK:
+            if not self._knows(fork_id):
+                self._lost_forks.expect(Absent(rref_id, fork_id, sender, parent_id))
         else:
             self._delete(rref_id, fork_id, sender)
         # Last: if there was no memory for the rest, it is asked for again.
@@ -372,19 +380,47 @@ class References:
             missing = ForkId(self._own_id, self._serials_in[member].next)
             self._send(member, Verb.RESEND, NO_FORK, missing)
 
+    def _ask_about_forks(self, member: MemberId) -> None:
+        """Asks about the latest forks that were given to a member, and may not have come."""
+        given = [
+            (fork_id, rref_id, NO_FORK)
+            for rref_id, owned in self._owned.items()
+            for fork_id, holder in owned.forks.items()
+            if holder == member and fork_id.created_on == self._own_id
+        ]
+        for fork_id, parent_id in self._parents.items():
+            held = self._held[parent_id]
+            if held.children[fork_id] == member:
+                given.append((fork_id, held.rref_id, parent_id))
+        for fork_id, rref_id, parent_id in nlargest(_ASKED, given):
+            self._asked[member].append(fork_id)
+            self._send(member, Verb.CHECK, rref_id, fork_id, parent_id)
+
+    def _knows(self, fork_id: ForkId) -> bool:
+        """Returns whether a fork has come, and its owner has heard of it or will."""
+        return fork_id in self._held or fork_id in self._ended or fork_id in self._adding
+
+    def on_answered(self, member: MemberId) -> None:
+        """Notes that all has come, or is lost, that a member had sent before it was asked last."""
+        lost = False
+        for absent in self._lost_forks.on_answered(member):
+            if not self._knows(absent.fork_id):
+                verb = Verb.DELETE if absent.parent_id == NO_FORK else Verb.ADDED
+                self._send(member, verb, absent.rref_id, absent.fork_id)
+                self._remember(absent.fork_id)
+                lost = True
+        if lost:  # there may be more
+            self.on_messages_lost(member)
+
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
         self._lost.add(member)
-        self._sent.pop(member, None)
-        self._serials_in.pop(member, None)
+        for by_member in (self._sent, self._serials_in, self._asked):
+            by_member.pop(member, None)
+        self._lost_forks.forget(member)
         self.unseen.extend(self._owned)
         for owned in self._owned.values():
-            for by_member in (owned.forks, owned.ended_early):
-                for fork_id in [f for f, holder in by_member.items() if holder == member]:
-                    del by_member[fork_id]
-            # The lost member may have named a parent that has ended.
-            for fork_id in [f for f, members in owned.announced.items() if member in members]:
-                del owned.announced[fork_id]
+            owned.forget(member)
         self._end_adding({fork for fork, (owner, _) in self._adding.items() if owner == member})
         for held in list(self._held.values()):
             children = held.children.items()

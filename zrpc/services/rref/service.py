@@ -6,7 +6,7 @@ import itertools
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from zrpc.services.actors.actor import ActorSink, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.rref.extended import Call, Resolve
 from zrpc.services.rref.fetches import fetch
+from zrpc.services.rref.forks import receive_forks
 from zrpc.services.rref.messages import (
     Fork,
     ForkId,
@@ -85,7 +86,7 @@ class RRefService(Service, MessageHooks, HasOrders):
     ) -> None:
         super().__init__(agent)
         self.caller = agent.caller
-        self._make_handle = make_handle
+        self.make_handle = make_handle
         self.member = agent.worker_info.member_id
         self.dropped: deque[tuple[RRefId, ForkId | None] | Fork] = deque()
         self._local_ids = itertools.count()
@@ -113,7 +114,7 @@ class RRefService(Service, MessageHooks, HasOrders):
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
         # For SUBJECT: the value asked for, for REMOTE the new value and its creator's fork. Last
         # the place in the order of the calls to an actor.
-        return {Tag.FORKS: self._receive_forks, Tag.SUBJECT: read_ids}
+        return {Tag.FORKS: partial(receive_forks, self), Tag.SUBJECT: read_ids}
 
     @override
     def message_hooks(self) -> MessageHooks:
@@ -260,34 +261,6 @@ class RRefService(Service, MessageHooks, HasOrders):
                 self.references.handle(message.sender, each)
         self.settle_references()
 
-    def _receive_forks(self, message: Message, data: bytes) -> list[tuple[ForkId, Any]]:
-        """Makes the handles of a message, even if it will never be unpickled."""
-        forks = Fork.unpack_all(data)
-        for fork in forks:
-            if fork.owner not in self.agent.membership.infos:
-                self.agent.peers.recall(fork.owner)
-        received: list[Fork] = []
-        handles: list[tuple[ForkId, Any]] = []
-        try:
-            with self.lock:
-                for fork in forks:
-                    try:
-                        self.references.receive(fork, message.sender)
-                    except Exception:  # no memory for its frame, for example: it did nothing
-                        self.references.receive(fork, message.sender)
-                    received.append(fork)
-            self.settle_references()
-            for fork in forks:
-                value = self.find_value(fork.rref_id) if fork.owner == self.member else None
-                handles.append((fork.fork_id, self._make_handle(self, fork, value)))
-        except BaseException:  # no memory; those that were received were so nevertheless
-            if received:
-                message.attachments = {}
-            for rref_id, fork_id, owner, _ in received[len(handles) :]:
-                self.dropped.append((rref_id, None if owner == self.member else fork_id))
-            raise
-        return handles
-
     @override
     def when_ready(self, request: Message, begin: Callable[[], None]) -> None:
         # Nothing is left of a request that was dropped meanwhile; then its handler never begins.
@@ -316,6 +289,21 @@ class RRefService(Service, MessageHooks, HasOrders):
         with self.lock:
             self.references.on_messages_lost(member)
         self.settle_references()
+
+    @override
+    def on_answer_lost(self, member: MemberId) -> None:
+        self.on_messages_lost(member)
+
+    @override
+    def on_answered(self, member: MemberId) -> None:
+        with self.lock:
+            self.references.on_answered(member)
+        self.settle_references()
+
+    @override
+    def awaited_members(self) -> Collection[MemberId]:
+        with self.lock:
+            return self.references.awaited
 
     @override
     def stats(self) -> Mapping[str, int]:
