@@ -39,7 +39,7 @@ Messages may arrive in any order and more than once:
 - A call or an answer with forks may be lost too. So on RESEND, a worker also asks about the latest
   forks that it gave to the other one and that may not have come. If the other one does not know a
   fork, it lets it end: DELETE to the owner, ADDED to a parent. Not at once, since the message may
-  still be in flight: see `zrpc.services.rref.lost_forks`.
+  still be in flight: see ``zrpc.services.rref.lost_forks``.
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
