@@ -91,6 +91,8 @@ class LivenessMonitor:
         # Departed workers whose messages are still arriving: the reason, how many they sent, and
         # until when to wait for them.
         self._deferred_leaves: dict[MemberId, tuple[Reason, float, float]] = {}
+        # Whether this worker may be the one that is cut off: it once had lost as many as it kept.
+        self._isolated = False
         self._network.heartbeats.set_pace(self._detector.interval, self._detector.timeout)
 
     def add(self, member: MemberId) -> None:
@@ -236,10 +238,16 @@ class LivenessMonitor:
                 self._detector.heard(member, now)
 
     def _monitor_new_ones(self, now: float, everyone: bool) -> None:
-        """Monitors each peer that a message was exchanged with, or is expected from."""
+        """Monitors each peer that a message was exchanged with, or is expected from.
+
+        And all that join if this worker may be cut off: they may have joined those that it lost.
+        Nothing but their answer to heartbeats would tell it so, if it never calls them.
+        """
         if not self._detector.limit or now < self._retry_at:
             return
         named = self.expected | self.suspected
+        if self._isolated:
+            named.update(self._membership.living)
         for member, count in self._received.items():
             if (
                 (count or everyone or member in named or self._network.knows(member))
@@ -311,6 +319,8 @@ class LivenessMonitor:
         self._counted.pop(loss.member, None)
         self._displaced.discard(loss.member)
         self._membership.mark_lost(loss.member)
+        may_live = sum(map(self.may_live, self._losses))
+        self._isolated |= may_live >= max(1, len(self._membership.living) - 1)
         if loss.member in self._neighbours:
             self._neighbours.remove(loss.member)
         self._network.heartbeats.forget(loss.member)

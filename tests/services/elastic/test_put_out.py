@@ -12,6 +12,7 @@ import zrpc
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.membership.agreement import How, LossNote
+from zrpc.membership.failure_detector import Reason
 
 if TYPE_CHECKING:
     from tests.services.elastic.conftest import Elastic
@@ -60,3 +61,22 @@ def test_one_that_was_put_out_learns_it_from_the_log_and_counts_nobody_who_joins
     elastic.join("late", 3)
     until(lambda: "zrpc-w2-log" not in [thread.name for thread in threading.enumerate()])
     assert [info.name for info in out.get_worker_infos()] == ["w2"]
+
+
+def test_one_that_was_cut_off_does_not_count_those_that_join_the_others(elastic: Elastic) -> None:
+    """It reads of them in the log, and they don't reach it: neither ever calls the other."""
+    one, other, cut_off = elastic.join_all(3)
+
+    def lose(agent: Agent, lost: Agent) -> None:
+        remove = partial(agent.peers.remove, lost.worker_info.member_id, Reason.SILENT)
+        agent.receiver.in_io_thread(remove)
+
+    for each in (one, other):
+        lose(each, cut_off)
+        lose(cut_off, each)
+    until(lambda: [info.name for info in cut_off.get_worker_infos()] == ["w2"])
+    late = elastic.join("late", 3)
+    lose(late, cut_off)
+    until(lambda: gone(late, "w2"))
+    until(lambda: [info.name for info in cut_off.get_worker_infos()] == ["w2"])
+    assert [info.name for info in late.get_worker_infos()] == ["w0", "w1", "late"]
