@@ -76,7 +76,7 @@ def test_a_job_that_another_one_ends_with_is_the_next_in_its_thread(make_pool: M
         then()
 
     def first() -> None:
-        end_with([partial(pool.submit, partial(note, over.set)), partial(note, lambda: None)])
+        end_with(lambda: (pool.submit(partial(note, over.set)), note(lambda: None)))
 
     pool.submit(first)
     assert over.wait(SOON)
@@ -87,13 +87,13 @@ def test_a_job_that_another_one_ends_with_is_the_next_in_its_thread(make_pool: M
 
 def test_of_several_jobs_that_one_ends_with_the_others_run_beside_it(make_pool: MakePool) -> None:
     pool, both = make_pool(4), threading.Barrier(3)
-    pool.submit(partial(end_with, [partial(pool.submit, partial(both.wait, SOON))] * 2))
+    pool.submit(partial(end_with, lambda: [pool.submit(partial(both.wait, SOON)) for _ in "ab"]))
     both.wait(SOON)
 
 
 def test_outside_of_a_pool_a_last_job_is_submitted_as_any_other(make_pool: MakePool) -> None:
     pool, over = make_pool(4), threading.Event()
-    end_with([partial(pool.submit, over.set)])
+    end_with(partial(pool.submit, over.set))
     assert over.wait(SOON)
 
 

@@ -158,7 +158,7 @@ class Agent:
             self.caller,
             lambda *outsider: self.peers.on_outsider(*outsider),
             self._on_messages_lost,
-            self._on_answer_lost,
+            self._on_unhandled,
         )
         self.liveness = LivenessMonitor(
             self.network, self.membership, self.options.heartbeat_timeout, self.dispatcher.received
@@ -325,9 +325,9 @@ class Agent:
         services = (partial(service.on_messages_lost, member) for service in self.services)
         self._each("the loss of messages", services)
 
-    def _on_answer_lost(self, member: MemberId) -> None:
-        services = (partial(service.on_answer_lost, member) for service in self.services)
-        self._each("the loss of an answer", services)
+    def _on_unhandled(self, message: Message) -> None:
+        services = (partial(service.on_unhandled, message) for service in self.services)
+        self._each("the loss of a call or an answer", services)
 
     def on_answered(self, member: MemberId) -> None:
         """Tells the services that a member has answered a question; see `Service.on_answered`."""

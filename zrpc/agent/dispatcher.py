@@ -47,7 +47,7 @@ class Dispatcher:
         on_outsider: takes the messages of senders that are no members.
         on_messages_lost: told of a member some of whose messages are lost, if it is not known
             which.
-        on_answer_lost: told of a member whose answer is lost, after `answers` was.
+        on_unhandled: told of the same requests and answers afterwards.
 
     Attributes:
         received: how many counted messages have come from each member that is not lost; see
@@ -65,14 +65,14 @@ class Dispatcher:
         answers: Undelivered,
         on_outsider: Callable[[bytes, bytes, Sequence[Any]], None],
         on_messages_lost: Callable[[MemberId], None],
-        on_answer_lost: Callable[[MemberId], None],
+        on_unhandled: Callable[[Message], None],
     ) -> None:
         self._membership = membership
         self._requests = requests
         self._answers = answers
         self._on_outsider = on_outsider
         self._on_messages_lost = on_messages_lost
-        self._on_answer_lost = on_answer_lost
+        self._on_unhandled = on_unhandled
         self.received = dict.fromkeys(membership.infos, 0)
         self.received_bytes: Counter[MemberId] = Counter()
         self.lost = 0
@@ -153,9 +153,10 @@ class Dispatcher:
         """Tells what waits for a message that its handler has failed: not only its deadline."""
         if message.kind in REQUESTS:
             self._requests.on_unreadable(message, error)
+            self._on_unhandled(message)
         elif message.kind in ANSWERS:
             self._answers.on_unreadable(message, error)
-            self._on_answer_lost(message.sender)
+            self._on_unhandled(message)
         elif message.kind not in UNCOUNTED:
             # Gradients, say: as they count as received, nothing else finds them missing.
             self._on_messages_lost(message.sender)
@@ -227,6 +228,6 @@ class Dispatcher:
             hint = "the function has run; call it again only if it may run twice"
             error = of_lost_message(f"{why.format('answer', info)}: {hint}", executed=True)
             self._answers.on_lost(message, error)
-            self._on_answer_lost(sender)
+            self._on_unhandled(message)
         else:
             self._on_messages_lost(sender)

@@ -106,8 +106,11 @@ class Service:
         Which of them is not known. Lost requests and answers are told to their callers instead.
         """
 
-    def on_answer_lost(self, member: MemberId) -> None:
-        """Looks for what an answer of a member may have brought; its caller was told."""
+    def on_unhandled(self, message: Message) -> None:
+        """Undoes what a request or an answer may have left that was lost, or whose handler failed.
+
+        Its caller was told. Of a message that is lost, this is the header.
+        """
 
     def on_answered(self, member: MemberId) -> None:
         """Notes that all has come, or is lost, that a member had sent before it was asked.

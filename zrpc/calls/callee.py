@@ -218,6 +218,8 @@ class Callee:
         """Answers a request whose handler has failed. In the I/O thread."""
         read = request.attachments is not None or not request.extensions
         self.answer_error(request, error, () if read else _UNREAD)
+        if request.scope is not None:
+            request.scope.cancelled = True  # so that it does not begin, if it is queued, and ends
 
     def on_lost(self, request: Message, error: Exception) -> None:
         """Answers a request if only its header arrived. In the I/O thread."""

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from zrpc.runtime import forks, garbage_collector
@@ -103,16 +103,15 @@ def pass_gate(
             pool._unblock()
 
 
-def end_with(steps: Sequence[Callable[[], object]]) -> None:
-    """Does the last things of the current job, if a job calls this.
+def end_with(work: Callable[[], object]) -> None:
+    """Does the last work of the current job, if a job calls this.
 
-    The first job that they submit to the same pool is left to this thread: to wake another one
+    The first job that it submits to the same pool is left to this thread: to wake another one
     takes longer than what is left of this job.
     """
     _thread.ending = True
     try:
-        for step in steps:
-            step()
+        work()
     finally:
         _thread.ending = False
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrpc.services.actors.mailbox import BESIDE, Mailbox, Step, Turn
+from zrpc.services.actors.mailbox import BESIDE, Mailbox, Turn
 
 
 @dataclass(eq=False)
@@ -45,17 +45,13 @@ class Owner:
         self.begun: list[Request] = []
         self.running: list[Request] = []
 
-    def do(self, steps: list[Step] | object) -> None:
-        for step in steps:  # type: ignore[attr-defined]
-            step()
-
     def call_of(self, request: Request) -> object:
         def begin() -> None:
             if not request.scope.cancelled:
                 request.scope.begun = True
                 self.begun.append(request)
                 self.running.append(request)
-                self.do(self.mailbox.on_begun(request.scope))
+                self.mailbox.do(self.mailbox.on_begun(request.scope))
 
         def refuse(error: BaseException) -> None:
             request.refused = error
@@ -65,12 +61,12 @@ class Owner:
     def arrive(
         self, request: Request, sender: int = 1, turn: Turn | None = None, method: str = ""
     ) -> Request:
-        self.do(self.mailbox.arrive(self.call_of(request), sender, turn, method))  # type: ignore[arg-type]
+        self.mailbox.do(self.mailbox.arrive(self.call_of(request), sender, turn, method))  # type: ignore[arg-type]
         return request
 
     def end(self, request: Request) -> None:
         self.running.remove(request)
-        self.do(self.mailbox.end(request.scope))
+        self.mailbox.do(self.mailbox.end(request.scope))
 
     def names(self) -> list[object]:
         return [each.name for each in self.begun]
@@ -106,10 +102,10 @@ def test_each_caller_s_calls_begin_in_order_and_none_is_stuck(
         else:
             sender, number, what, request = events.pop()
             if what == "s":
-                owner.do(owner.mailbox.skip(sender, (1, number)))
+                owner.mailbox.do(owner.mailbox.skip(sender, (1, number)))
             else:
                 owner.arrive(request, sender, (1, number), "beside" if what == "b" else "f")
-        owner.do(owner.mailbox.sweep())
+        owner.mailbox.do(owner.mailbox.sweep())
         in_turn = [each for each in owner.running if each.name[2] == "m"]  # type: ignore[index]
         assert len(in_turn) <= concurrency
     assert sorted(map(id, owner.begun)) == sorted(map(id, wanted))
@@ -130,14 +126,14 @@ def test_lost_messages_hold_up_the_others_only_until_they_are_known_to_be_lost(
     for number in sent:
         owner.arrive(Request(number), 1, (1, number))
     while owner.mailbox.missing():
-        owner.do(owner.mailbox.on_messages_lost(1))
+        owner.mailbox.do(owner.mailbox.on_messages_lost(1))
     assert owner.names() == sorted(sent)
 
 
 def test_a_call_whose_message_was_taken_for_lost_begins_when_it_comes_after_all() -> None:
     owner = Owner(concurrency=5)
     owner.arrive(Request(1), 1, (1, 1))
-    owner.do(owner.mailbox.on_messages_lost(1))
+    owner.mailbox.do(owner.mailbox.on_messages_lost(1))
     owner.arrive(Request(0), 1, (1, 0))
     owner.arrive(Request(2), 1, (1, 2))
     assert owner.names() == [1, 0, 2]
@@ -159,7 +155,7 @@ def test_what_a_lost_worker_has_sent_is_left_out_and_the_others_go_on() -> None:
     gone = owner.arrive(Request("gone"), 2, (1, 5))
     gone.scope.cancelled = True
     owner.arrive(Request("next"), 1, (1, 1))
-    owner.do(owner.mailbox.forget(2))
+    owner.mailbox.do(owner.mailbox.forget(2))
     owner.end(first)
     assert owner.names() == ["first", "next"]
     assert not owner.mailbox.missing()
@@ -169,14 +165,14 @@ def test_a_call_that_is_abandoned_in_the_queue_of_the_pool_gives_up_its_place() 
     owner = Owner()
     mailbox, scope = owner.mailbox, Scope()
     queued = Request("queued", scope=scope)
-    owner.do(mailbox.arrive((queued, lambda: None, lambda _: None), 1, (1, 0)))  # not begun yet
+    mailbox.do(mailbox.arrive((queued, lambda: None, lambda _: None), 1, (1, 0)))  # not begun yet
     owner.arrive(Request("next"), 1, (1, 1))
-    owner.do(mailbox.sweep())
+    mailbox.do(mailbox.sweep())
     assert owner.names() == []
     scope.cancelled = True
-    owner.do(mailbox.sweep())
+    mailbox.do(mailbox.sweep())
     assert owner.names() == ["next"]
-    owner.do(mailbox.end(scope))  # the pool's thread finds that it must not begin
+    mailbox.do(mailbox.end(scope))  # the pool's thread finds that it must not begin
     assert [each.name for each in mailbox.look()[0][0]] == ["next"]
 
 
@@ -184,12 +180,12 @@ def test_the_next_call_begins_only_once_the_one_before_has_begun() -> None:
     owner = Owner(concurrency=3)
     mailbox = owner.mailbox
     slow, failed = Request("slow"), Request("failed")
-    owner.do(mailbox.arrive((slow, lambda: None, lambda _: None), 1, (1, 0)))
-    owner.do(mailbox.arrive((failed, lambda: None, lambda _: None), 1, (1, 1)))
+    mailbox.do(mailbox.arrive((slow, lambda: None, lambda _: None), 1, (1, 0)))
+    mailbox.do(mailbox.arrive((failed, lambda: None, lambda _: None), 1, (1, 1)))
     owner.arrive(Request("next"), 1, (1, 2))
-    owner.do(mailbox.on_begun(slow.scope))
+    mailbox.do(mailbox.on_begun(slow.scope))
     assert owner.names() == []
-    owner.do(mailbox.end(failed.scope))  # its arguments could not be read
+    mailbox.do(mailbox.end(failed.scope))  # its arguments could not be read
     assert owner.names() == ["next"]
 
 
@@ -241,12 +237,12 @@ def test_a_stop_refuses_what_waits_and_what_comes_and_begins_when_none_runs(earl
     running = [owner.arrive(Request(number), 1, (1, number)) for number in range(2)]
     waits = owner.arrive(Request("waits"), 1, (1, 3 if early else 2))
     close, again = Request("close"), Request("again")
-    owner.do(owner.mailbox.stop(Stopped(), owner.call_of(close)))  # type: ignore[arg-type]
-    owner.do(owner.mailbox.stop(Stopped(), owner.call_of(again)))  # type: ignore[arg-type]
+    owner.mailbox.do(owner.mailbox.stop(Stopped(), owner.call_of(close)))  # type: ignore[arg-type]
+    owner.mailbox.do(owner.mailbox.stop(Stopped(), owner.call_of(again)))  # type: ignore[arg-type]
     late = owner.arrive(Request("late"), 2, (1, 0))
     assert [type(each.refused) for each in (waits, late)] == [Stopped, Stopped]
     assert owner.mailbox.look()[0][1] == [close, again]
-    owner.do(owner.mailbox.refuse(close.scope, Full()))  # its caller need not wait
+    owner.mailbox.do(owner.mailbox.refuse(close.scope, Full()))  # its caller need not wait
     assert type(close.refused) is Full
     owner.end(running[0])
     assert close not in owner.begun

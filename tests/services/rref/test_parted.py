@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.support.observed import stats_of
 from tests.support.parting import leaving_at_once, lose_each_other
 from tests.support.targets import echo
+from tests.support.waiting import until
 from zrpc.testing import Mesh, faults
 
 # Without heartbeats, nobody decides which of the two must go.
@@ -40,5 +42,6 @@ def test_a_value_that_was_freed_with_the_loss_of_its_user(mesh: Mesh) -> None:
     with leaving_at_once(mesh), mesh.agent(1).as_current():
         rref = zrpc.rpc_sync("worker0", zrpc.RRef, (5,))
         lose_each_other(mesh, 0, 1)
+        until(lambda: not stats_of(mesh, 0).rrefs_owned)
         with pytest.raises(zrpc.RpcError, match="no longer here"):
             zrpc.rpc_sync("worker2", bring, (rref,))

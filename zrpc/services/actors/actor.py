@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -16,7 +17,7 @@ from zrpc.calls.result_sink import Called, ResultSink, SinkBefore
 from zrpc.functions import DEFERRAL, Deferral
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import end_with
-from zrpc.services.actors.mailbox import Mailbox, Step
+from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.order import mailbox_is_full, was_stopped
 from zrpc.wire.message import Message
 
@@ -36,7 +37,7 @@ class ActorSink(SinkBefore[ResultSink]):
         From then on the call doesn't count as one that runs: the next one may begin.
         """
         self._sink.hand_over(request, first, mark, call)
-        do(self._mailbox.end(request.scope))
+        self._mailbox.do(self._mailbox.end(request.scope))
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of a call."""
@@ -44,14 +45,17 @@ class ActorSink(SinkBefore[ResultSink]):
             self._sink.answer(request, value)
         finally:
             if steps := self._mailbox.end(request.scope):
-                end_with(steps)
+                try:
+                    end_with(partial(self._mailbox.do, steps))
+                except Exception:  # no memory for its frame: nothing was done
+                    self._mailbox.do(steps)
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error of a call."""
         try:
             self._sink.fail(request, error, report)
         finally:
-            end_with(self._mailbox.end(request.scope))
+            end_with(partial(self._mailbox.do, self._mailbox.end(request.scope)))
 
 
 def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,29 +65,23 @@ def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> C
     method whose calls are handed over has begun at that.
     """
     if hasattr(method, DEFERRAL):
-        do(mailbox.on_begun(request.scope))
+        mailbox.do(mailbox.on_begun(request.scope))
         return method
 
     @functools.wraps(method)
     def plain(*args: Any, **kwargs: Any) -> Any:
-        do(mailbox.on_begun(request.scope))
+        mailbox.do(mailbox.on_begun(request.scope))
         return method(*args, **kwargs)
 
     @functools.wraps(method)
     async def coroutine(*args: Any, **kwargs: Any) -> Any:
-        do(mailbox.on_begun(request.scope))
+        mailbox.do(mailbox.on_begun(request.scope))
         return await method(*args, **kwargs)
 
     function: Any = method
     if not isinstance(method, (FunctionType, MethodType)):
         function = inspect.getattr_static(type(method), "__call__", method)
     return coroutine if inspect.iscoroutinefunction(function) else plain
-
-
-def do(steps: Sequence[Step]) -> None:
-    """Does what a mailbox has returned."""
-    for step in steps:
-        step()
 
 
 def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
@@ -112,5 +110,5 @@ def stop_within(mailbox: Mailbox | None, owner: WorkerInfo) -> bool:
     if mailbox is None or scope is None or scope.mailbox is not mailbox:
         return False
     by = f"{owner.name} (rank {owner.rank})"
-    do(mailbox.stop(was_stopped(mailbox.title, owner.name, by)))
+    mailbox.do(mailbox.stop(was_stopped(mailbox.title, owner.name, by)))
     return True

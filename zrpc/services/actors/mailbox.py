@@ -34,8 +34,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-# What may be done now: to begin a call, or to refuse it.
-Step = Callable[[], None]
 # A series of the caller's, and the number in it.
 Turn = tuple[int, int]
 # Begins at once, and has no place in the order.
@@ -64,7 +62,7 @@ class Request(Protocol):
 
 # A call: its request, what begins it, and what refuses it with an error. And one that waits, with
 # its size when it came: the message of an abandoned call is freed.
-Call = tuple[Request, Step, Callable[[BaseException], None]]
+Call = tuple[Request, Callable[[], None], Callable[[BaseException], None]]
 _Entry = tuple[Call, int]
 
 
@@ -85,10 +83,6 @@ class _Lane:
     starting: Scope | None = None
     waiting: deque[_Entry] = field(default_factory=deque)
 
-    @property
-    def full(self) -> bool:
-        return 0 < self.limit <= self.running or self.starting is not None
-
 
 @dataclass(slots=True, eq=False)
 class _Order:
@@ -107,7 +101,7 @@ class _Order:
 class Mailbox:
     """The waiting and the running calls of one actor. Any thread may call its methods.
 
-    What a method returns must be done by its caller, in this order and without a lock.
+    What a method returns must be done by its caller, by `do`, in this order and without a lock.
 
     Args:
         title: the name of the actor's class, and its own if it has one.
@@ -149,11 +143,20 @@ class Mailbox:
         self._last: Call | None = None  # begins when nothing else runs
         self._ending = False  # whether that was set
 
+    @staticmethod
+    def do(steps: Sequence[Call]) -> None:
+        """Begins or refuses the calls that another method has returned."""
+        for call in steps:
+            try:
+                call[1]()
+            except Exception as error:
+                give_up(call, error)
+
     # -- events ----------------------------------------------------------------------------
 
     def arrive(
         self, call: Call, sender: int = 0, turn: Turn | None = None, method: str = ""
-    ) -> Sequence[Step]:
+    ) -> Sequence[Call]:
         """Takes a call that has come.
 
         Args:
@@ -163,7 +166,7 @@ class Mailbox:
                 that this is an actor.
             method: its name, if there are methods beside the others.
         """
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             lane = self._main
             if self.beside:
@@ -188,21 +191,21 @@ class Mailbox:
                 self._running[call[0].scope] = lane, call[0]
                 if lane.ordered:
                     lane.starting = call[0].scope
-                steps.append(call[1])
+                steps.append(call)
         return steps
 
-    def on_begun(self, scope: Scope) -> Sequence[Step]:
+    def on_begun(self, scope: Scope) -> Sequence[Call]:
         """Notes that the function of a call is about to be called; if several run at once."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             if self._main.starting is scope:
                 self._main.starting = None
                 self._go_on(self._main, steps)
         return steps
 
-    def end(self, scope: Scope) -> Sequence[Step]:
+    def end(self, scope: Scope) -> Sequence[Call]:
         """Notes that a call has ended, or never runs. May be called again."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             lane, _ = self._running.pop(scope, (None, None))
             if lane is not None:
@@ -213,16 +216,16 @@ class Mailbox:
                     self._go_on(lane, steps)
         return steps
 
-    def skip(self, sender: int, turn: Turn) -> Sequence[Step]:
+    def skip(self, sender: int, turn: Turn) -> Sequence[Call]:
         """Notes that the message of a number never comes."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             self._pass(sender, turn, None, steps)
         return steps
 
-    def on_messages_lost(self, sender: int) -> Sequence[Step]:
+    def on_messages_lost(self, sender: int) -> Sequence[Call]:
         """Notes that what is missing of a worker's messages never comes."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             order = self._orders.get(sender)
             if order is not None and order.held:
@@ -230,29 +233,29 @@ class Mailbox:
                 self._release(order, steps)
         return steps
 
-    def forget(self, sender: int) -> Sequence[Step]:
+    def forget(self, sender: int) -> Sequence[Call]:
         """Notes that a worker is lost: those of its calls that are not abandoned need not wait."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             order = self._orders.pop(sender, None)
             if order is not None:
                 self._release_all(order, steps)
         return steps
 
-    def refuse(self, scope: Scope, error: BaseException) -> Sequence[Step]:
+    def refuse(self, scope: Scope, error: BaseException) -> Sequence[Call]:
         """Refuses a call that waits for its turn, if it still does; an end comes nevertheless."""
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             if self._last is not None and self._last[0].scope is scope:
-                steps.append(partial(self._last[2], error))
+                steps.append(_refusal(self._last, error))
             for lane in self._lanes():
                 for entry in [each for each in lane.waiting if each[0][0].scope is scope]:
                     lane.waiting.remove(entry)
                     self._bytes -= entry[1]
-                    steps.append(partial(entry[0][2], error))
+                    steps.append(_refusal(entry[0], error))
         return steps
 
-    def sweep(self) -> Sequence[Step]:
+    def sweep(self) -> Sequence[Call]:
         """Ends abandoned calls that will not report their end.
 
         They were let begin and never will, or have returned a future that may never be done.
@@ -266,13 +269,13 @@ class Mailbox:
         # One of them may be about to find out that it must not begin, and ends then once more.
         return [step for scope in useless for step in self.end(scope)]
 
-    def stop(self, error: BaseException, last: Call | None = None) -> Sequence[Step]:
+    def stop(self, error: BaseException, last: Call | None = None) -> Sequence[Call]:
         """Refuses all calls that wait, and those that come; ``last`` begins when none runs.
 
         It does not wait for calls beside the others. If this is called again, ``last`` begins after
         the one before.
         """
-        steps: list[Step] = []
+        steps: list[Call] = []
         with self._lock:
             if last is not None and self._ending:
                 self._main.waiting.append((last, 0))
@@ -281,7 +284,7 @@ class Mailbox:
             if self.stopped is None:
                 self.stopped = error
                 for call, _ in self._entries():
-                    steps.append(partial(call[2], error))
+                    steps.append(_refusal(call, error))
                 for lane in self._lanes():
                     lane.waiting.clear()
                 self._orders.clear()
@@ -317,7 +320,7 @@ class Mailbox:
 
     # -- the lock is held ------------------------------------------------------------------
 
-    def _pass(self, sender: int, turn: Turn, entry: _Entry | None, steps: list[Step]) -> None:
+    def _pass(self, sender: int, turn: Turn, entry: _Entry | None, steps: list[Call]) -> None:
         """Counts a number as passed, with the call that has come with it, if it may wait."""
         series, number = turn
         order = self._orders.get(sender)
@@ -332,7 +335,7 @@ class Mailbox:
             self._main.waiting.append(entry)
             self._go_on(self._main, steps)
 
-    def _release(self, order: _Order, steps: list[Step]) -> None:
+    def _release(self, order: _Order, steps: list[Call]) -> None:
         """Queues the calls whose turn has come."""
         while order.next in order.held:
             entry = order.held.pop(order.next)
@@ -341,30 +344,32 @@ class Mailbox:
                 self._main.waiting.append(entry)
         self._go_on(self._main, steps)
 
-    def _release_all(self, order: _Order, steps: list[Step]) -> None:
+    def _release_all(self, order: _Order, steps: list[Call]) -> None:
         """Queues all calls of an order that is over."""
         held = [entry for _, entry in sorted(order.held.items()) if entry is not None]
         self._main.waiting.extend(held)
         self._go_on(self._main, steps)
 
-    def _go_on(self, lane: _Lane, steps: list[Step]) -> None:
+    def _go_on(self, lane: _Lane, steps: list[Call]) -> None:
         """Begins the calls of a lane for which it is time."""
         if self._last is not None and lane is self._main:
             if lane.running:
                 return
             lane.waiting.appendleft((self._last, 0))
             self._last = None
-        while lane.waiting and not lane.full:
-            (request, begin, _), size = lane.waiting.popleft()
+        # No function in between: if there were no memory for it, nobody would look again.
+        while lane.waiting and lane.starting is None and not 0 < lane.limit <= lane.running:
+            call, size = lane.waiting.popleft()
+            request = call[0]
             self._bytes -= size
             if not request.scope.cancelled:
                 lane.running += 1
                 self._running[request.scope] = lane, request
                 if lane.ordered:
                     lane.starting = request.scope
-                steps.append(begin)
+                steps.append(call)
 
-    def _entry(self, call: Call, steps: list[Step]) -> _Entry | None:
+    def _entry(self, call: Call, steps: list[Call]) -> _Entry | None:
         """Returns the entry of a call that waits; if it must not, has it refused."""
         size = call[0].nbytes + _ENTRY_BYTES
         error = self.stopped
@@ -374,7 +379,7 @@ class Mailbox:
             if self._bytes and self._bytes + size > self._max_bytes:
                 error = self._full(self)
         if error is not None:
-            steps.append(partial(call[2], error))
+            steps.append(_refusal(call, error))
             return None
         self._bytes += size
         return call, size
@@ -396,6 +401,18 @@ class Mailbox:
         held = [each for order in self._orders.values() for _, each in sorted(order.held.items())]
         queued = [entry for lane in self._lanes() for entry in lane.waiting]
         return [*queued, *(entry for entry in held if entry is not None)]
+
+
+def give_up(call: Call, error: BaseException) -> None:
+    """Refuses a call that could not begin, for lack of memory, say; those behind it go on."""
+    request, _, refuse = call
+    refuse(error)
+    request.scope.cancelled = True  # then its place is given back, in the next `Mailbox.sweep`
+
+
+def _refusal(call: Call, error: BaseException) -> Call:
+    """Returns what refuses a call instead of beginning it."""
+    return call[0], partial(call[2], error), call[2]
 
 
 def _is_abandoned(entry: _Entry) -> bool:

@@ -15,7 +15,7 @@ from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import handler_name
 from zrpc.calls.result_sink import ResultSink, SinkBefore
 from zrpc.errors import RpcError
-from zrpc.services.actors.actor import ActorSink, do
+from zrpc.services.actors.actor import ActorSink
 from zrpc.services.actors.order import was_stopped
 from zrpc.services.rref.messages import RRefId, read_ids
 from zrpc.services.rref.service import RRefService
@@ -51,7 +51,17 @@ class ActorService(Service):
 
     def _skip(self, value: OwnedValue, sender: MemberId, turn: tuple[int, int]) -> None:
         if value.mailbox is not None:
-            do(value.mailbox.skip(sender, turn))
+            value.mailbox.do(value.mailbox.skip(sender, turn))
+
+    @override
+    def on_unhandled(self, message: Message) -> None:
+        # If it was not read at all, its caller sends SKIP.
+        ids = (message.attachments or {}).get(Tag.SUBJECT, ())
+        of_actor = ids[2:] if message.kind == Kind.REMOTE else ids
+        if len(of_actor) > 1:
+            rref_id, turn = of_actor
+            value = self._rrefs.find_value(rref_id)
+            value.when_ready(partial(self._skip, value, message.sender, turn))
 
     @override
     def actors(self) -> Mapping[str, ActorStats]:
@@ -74,17 +84,17 @@ class ActorService(Service):
     @override
     def tick(self) -> None:
         for mailbox in self._rrefs.mailboxes():
-            do(mailbox.sweep())
+            mailbox.do(mailbox.sweep())
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
         for mailbox in self._rrefs.mailboxes():
-            do(mailbox.forget(member))
+            mailbox.do(mailbox.forget(member))
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
         for mailbox in self._rrefs.mailboxes():
-            do(mailbox.on_messages_lost(member))
+            mailbox.do(mailbox.on_messages_lost(member))
 
     @override
     def awaited_members(self) -> Collection[MemberId]:
@@ -115,7 +125,7 @@ class ActorService(Service):
         sink = ActorSink(_StopSink(callee, value, mailbox.stopped or error), mailbox)
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
         # If it fails while it waits for the end, it has stopped the actor nevertheless.
-        do(mailbox.stop(error, (request, begin, partial(callee.answer_error, request))))
+        mailbox.do(mailbox.stop(error, (request, begin, partial(callee.answer_error, request))))
 
 
 def _why_no_actor(value: OwnedValue) -> BaseException:

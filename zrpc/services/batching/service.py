@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -142,14 +142,14 @@ class BatchingService(Service):
         turn.scope = CancelScope(self.agent.worker_info, 0)
         begin = partial(run, partial(self._run_in_turn, key, gathering, turn))
         call = turn, begin, partial(self._refuse, key, gathering)
-        _do(key.mailbox.arrive(call, method=key.method))
+        key.mailbox.do(key.mailbox.arrive(call, method=key.method))
 
     def _run_in_turn(self, key: _Key, gathering: Gathering[BatchedCall], turn: Message) -> None:
         """Runs as one call of an actor; in a thread of the pool."""
         scope = turn.scope
         scope.begin()
-        _do(key.mailbox.on_begun(scope))
-        self._run(key, gathering, lambda: _do(key.mailbox.end(scope)), turn)
+        key.mailbox.do(key.mailbox.on_begun(scope))
+        self._run(key, gathering, lambda: key.mailbox.do(key.mailbox.end(scope)), turn)
 
     def _run(
         self,
@@ -213,12 +213,6 @@ class BatchingService(Service):
     def close(self) -> None:
         with self._lock:
             self._gatherings.clear()
-
-
-def _do(steps: Sequence[Callable[[], None]]) -> None:
-    """Does what a mailbox has returned."""
-    for step in steps:
-        step()
 
 
 def _nothing() -> None:

@@ -104,8 +104,7 @@ class ActorCircles:
                 request in waiting and _all_wait(running) for running, waiting in mailbox.look()
             ):
                 error = circle.error(stops=request.kind == Kind.STOP)
-                for step in mailbox.refuse(request.scope, error):
-                    step()
+                mailbox.do(mailbox.refuse(request.scope, error))
 
 
 def _all_wait(running: Sequence[Message]) -> bool:

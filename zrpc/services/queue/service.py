@@ -89,8 +89,7 @@ class QueueService(Service):
         self._waiting[waiter] = queue
         at_once = queue.ask(waiter)
         if (mailbox := request.scope.mailbox) is not None:
-            for step in mailbox.end(request.scope):  # the next call need not wait for the answer
-                step()
+            mailbox.do(mailbox.end(request.scope))  # the next call need not wait for the answer
         if at_once:
             self._waiting.pop(waiter, None)
             self._answer(request, sink, queue, waiter)

@@ -10,7 +10,6 @@ from zrpc.calls.callee import UNCALLED
 from zrpc.calls.execution import RequestJob
 from zrpc.errors import was_not_executed
 from zrpc.runtime.thread_pool import end_with
-from zrpc.services.actors.actor import do
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.message import Message
 
@@ -28,18 +27,18 @@ def fetch(
         return
     request.scope.mailbox = mailbox
     call = request, begin, partial(callee.refuse, request)
-    do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
+    mailbox.do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
 
 
 def _answer_in_turn(agent: Agent, value: OwnedValue, request: Message) -> None:
     """Answers for an actor; in the pool."""
     mailbox = request.scope.mailbox
     request.scope.begun = True  # for `Mailbox.sweep`
-    do(mailbox.on_begun(request.scope))
+    mailbox.do(mailbox.on_begun(request.scope))
     try:
         _answer(agent, value, request)
     finally:
-        end_with(mailbox.end(request.scope))
+        end_with(partial(mailbox.do, mailbox.end(request.scope)))
 
 
 def _answer(agent: Agent, value: OwnedValue, request: Message) -> None:

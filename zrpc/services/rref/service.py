@@ -23,7 +23,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.actor import ActorSink, in_turn, make_mailbox
-from zrpc.services.actors.mailbox import Mailbox
+from zrpc.services.actors.mailbox import Mailbox, give_up
 from zrpc.services.rref.extended import Call, Resolve
 from zrpc.services.rref.fetches import fetch
 from zrpc.services.rref.forks import receive_forks
@@ -39,7 +39,7 @@ from zrpc.services.rref.messages import (
 from zrpc.services.rref.orders import ActorOrders, HasOrders
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
-from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.kind import ANSWERS, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -236,8 +236,12 @@ class RRefService(Service, MessageHooks, HasOrders):
             scope.mailbox = mailbox
             method = method_in(request.body) if mailbox.beside else ""
             call = request, begin, partial(sink.refuse, request)
-            for step in mailbox.arrive(call, request.sender, turn[0] if turn else None, method):
-                step()
+            place = turn[0] if turn else None
+            for each in mailbox.arrive(call, request.sender, place, method):
+                try:  # as `do`, without its step
+                    each[1]()
+                except Exception as error:
+                    give_up(each, error)
             return
         begin = partial(self.agent.callee.on_call, request, sink, resolve)
         if not ready:  # it may become an actor
@@ -291,8 +295,9 @@ class RRefService(Service, MessageHooks, HasOrders):
         self.settle_references()
 
     @override
-    def on_answer_lost(self, member: MemberId) -> None:
-        self.on_messages_lost(member)
+    def on_unhandled(self, message: Message) -> None:
+        if message.kind in ANSWERS:  # its RRefs were given by its sender, which is not told
+            self.on_messages_lost(message.sender)
 
     @override
     def on_answered(self, member: MemberId) -> None:
