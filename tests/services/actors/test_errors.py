@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import zrpc
 from tests.support.gates import Gate
 from tests.support.waiting import until
 from zrpc.agent.stats import take_stats
-from zrpc.testing import Mesh
+from zrpc.services.rref.service import RRefService
+from zrpc.testing import Mesh, local_mesh
 
 SMALL = {"rpc_timeout": 20, "max_bytes_in_flight": 1 << 20}
 
@@ -155,3 +158,27 @@ def test_what_is_shown_of_actors_has_their_names(caller: Mesh, counter: Any) -> 
     unnamed.ready()
     counter.ready()
     assert sorted(take_stats(caller.agent(1)).actors) == ["Counter", "Counter 'steps'"]
+
+
+def test_a_call_whose_message_is_not_handled_holds_up_no_later_ones() -> None:
+    """There was no memory for its handler: its number in the order of the calls is passed over."""
+    handler, armed = RRefService.run_method.__code__, threading.Event()
+
+    def fail(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is handler and armed.is_set():
+            armed.clear()
+            raise MemoryError
+
+    threading.setprofile(fail)  # in the threads that start from now on
+    try:
+        with local_mesh(2, options=SMALL) as mesh, mesh.agent(0).as_current():
+            counter = zrpc.remote(1, Counter)
+            assert counter.rpc_sync().add(1) == 1
+            armed.set()
+            futures = [counter.rpc_async().add(number) for number in (10, 100)]
+            with pytest.raises(MemoryError):
+                futures[0].wait()
+            assert futures[1].wait() == 101
+            del counter, futures
+    finally:
+        threading.setprofile(None)

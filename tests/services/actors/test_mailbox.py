@@ -250,3 +250,17 @@ def test_a_stop_refuses_what_waits_and_what_comes_and_begins_when_none_runs(earl
     owner.end(close)
     owner.end(again)
     assert owner.names()[2:] == ["close", "again"]
+
+
+def test_a_call_that_can_not_begin_is_refused_and_holds_up_no_others() -> None:
+    """There was no memory for it, for example."""
+    owner = Owner()
+    mailbox, refused = owner.mailbox, []
+    first = owner.arrive(Request("first"), 1, (1, 0))
+    failing = Request("failing")
+    mailbox.do(mailbox.arrive((failing, lambda: divmod(1, 0), refused.append), 1, (1, 1)))  # type: ignore[arg-type, return-value]
+    owner.arrive(Request("next"), 1, (1, 2))
+    owner.end(first)
+    assert [type(error) for error in refused] == [ZeroDivisionError]
+    mailbox.do(mailbox.sweep())
+    assert owner.names() == ["first", "next"]
