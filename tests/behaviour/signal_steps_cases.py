@@ -274,6 +274,7 @@ def test_no_memory_or_stack_for_a_function_in_a_thread(
     assert until(lambda: settles(mesh))
 
 
+@pytest.mark.filterwarnings("ignore:Exception ignored in thread started")
 @pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("work", [*WORK, with_rref_of_a_third])
 @pytest.mark.parametrize("worker", [0, 1])
@@ -309,7 +310,11 @@ def test_no_memory_or_stack_for_a_function_in_the_threads_of_a_worker(
 
     interrupted(0)
     for number in drawn_steps(entries.count, STEPS // 10, share):
-        interrupted(number)
+        try:
+            interrupted(number)
+        except rpc.RendezvousError:
+            # A thread of the mesh never began: Python 3.11 does not begin to profile two at once.
+            interrupted(number)
 
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import sys
 import threading
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -251,3 +253,30 @@ def test_the_value_of_a_call_is_not_lost_if_a_wait_finds_no_room_for_it(shared: 
     context = contextvars.copy_context()
     calls = [partial(context.copy().run, wait, left) for left in range(2, 30)]
     assert start_all(calls, SOON)() == [2] * 28
+
+
+@pytest.mark.parametrize("error", [MemoryError, RecursionError])
+def test_a_callback_for_which_there_was_no_memory_is_called_again(error: type[Exception]) -> None:
+    """Not one that has begun: what it did is not undone."""
+    called: list[str] = []
+
+    def first(_: object) -> None:
+        called.append("first")
+
+    def begun(_: object) -> None:
+        called.append("begun")
+        raise error
+
+    def refuse(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is first.__code__:
+            raise error  # which ends the profile
+
+    future: rpc.Future[int] = rpc.Future()
+    for callback in (first, begun):
+        future.add_done_callback(callback)
+    sys.setprofile(refuse)
+    try:
+        future.set_result(1)
+    finally:
+        sys.setprofile(None)
+    assert called == ["first", "begun"]

@@ -110,14 +110,17 @@ class Execution:
             )
         if result.done():
             return False
-        result.add_done_callback(
-            lambda done: self._schedule(
-                RequestJob(self.request, self._sink.fail, partial(self._finish, done))
-            )
-        )
+        result.add_done_callback(self._on_done)
         self.request.scope.returned = weakref.ref(result)
         self._sink.defer(self.request)
         return True
+
+    def _on_done(self, done: Any) -> None:
+        job = RequestJob(self.request, self._sink.fail, partial(self._finish, done))
+        try:
+            self._schedule(job)
+        except Exception:  # no memory for a frame, perhaps once it was queued: it may run twice
+            self._schedule(job)
 
     def _finish(self, done: Any, request: Message) -> None:
         try:

@@ -109,7 +109,8 @@ class Callback:
 def _has_begun(error: BaseException) -> bool:
     """Returns whether a function has raised an error, as far as that can be told.
 
-    Without memory or room on the stack for its frame, the error comes from what calls it.
+    Without memory or room on the stack for its frame, the error comes from what calls it, or from
+    its first line, which a ``lambda`` has no other than.
     """
     if not isinstance(error, (MemoryError, RecursionError)):
         return True
@@ -118,4 +119,8 @@ def _has_begun(error: BaseException) -> bool:
         trace = trace.tb_next
     if trace is None or trace.tb_lineno == code.co_firstlineno:  # not even that has begun
         return False
-    return trace.tb_next is not None
+    function = trace.tb_next
+    if function is None:
+        return False
+    code = function.tb_frame.f_code
+    return function.tb_lineno != code.co_firstlineno or code.co_name == "<lambda>"
