@@ -107,7 +107,8 @@ class Resources:
         """
         deadline = time.monotonic() + (_WAIT_SECONDS if within is None else within)
         for thread in self._new_threads():
-            thread.join(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(RuntimeError):  # Ctrl-C has cut its start short
+                thread.join(max(0.0, deadline - time.monotonic()))
         left = self._differences()
         if left:
             # Objects that only a reference cycle holds don't count.
