@@ -153,13 +153,14 @@ class Dispatcher:
         """Tells what waits for a message that its handler has failed: not only its deadline."""
         if message.kind in REQUESTS:
             self._requests.on_unreadable(message, error)
-            self._on_unhandled(message)
         elif message.kind in ANSWERS:
             self._answers.on_unreadable(message, error)
-            self._on_unhandled(message)
-        elif message.kind not in UNCOUNTED:
-            # Gradients, say: as they count as received, nothing else finds them missing.
-            self._on_messages_lost(message.sender)
+        else:
+            if message.kind not in UNCOUNTED:
+                # Gradients, say: as they count as received, nothing else finds them missing.
+                self._on_messages_lost(message.sender)
+            return
+        self._on_unhandled(message)
 
     def _read_extensions(self, message: Message) -> dict[int, Any]:
         attachments: dict[int, Any] = {}
@@ -228,6 +229,7 @@ class Dispatcher:
             hint = "the function has run; call it again only if it may run twice"
             error = of_lost_message(f"{why.format('answer', info)}: {hint}", executed=True)
             self._answers.on_lost(message, error)
-            self._on_unhandled(message)
         else:
             self._on_messages_lost(sender)
+            return
+        self._on_unhandled(message)

@@ -219,7 +219,7 @@ class Callee:
         read = request.attachments is not None or not request.extensions
         self.answer_error(request, error, () if read else _UNREAD)
         if request.scope is not None:
-            request.scope.cancelled = True  # so that it does not begin, if it is queued, and ends
+            request.scope.cancelled = True  # if it is queued nevertheless, it does not begin
 
     def on_lost(self, request: Message, error: Exception) -> None:
         """Answers a request if only its header arrived. In the I/O thread."""

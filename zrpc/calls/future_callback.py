@@ -110,7 +110,7 @@ def _has_begun(error: BaseException) -> bool:
     """Returns whether a function has raised an error, as far as that can be told.
 
     Without memory or room on the stack for its frame, the error comes from what calls it, or from
-    its first line, which a ``lambda`` has no other than.
+    its first line. A ``lambda`` has no other line, so it counts as begun.
     """
     if not isinstance(error, (MemoryError, RecursionError)):
         return True

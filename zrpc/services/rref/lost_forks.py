@@ -69,5 +69,5 @@ class LostForks:
                 del self._absent[absent.fork_id]
 
     def forget(self, giver: MemberId) -> None:
-        """Forgets what a member gave that is lost itself."""
+        """Forgets the forks that a lost member gave."""
         self._absent = {f: each for f, each in self._absent.items() if each.giver != giver}

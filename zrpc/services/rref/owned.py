@@ -1,4 +1,4 @@
-"""What an owner knows of one of its values: who has forks of it. No I/O in here."""
+"""What an owner knows of one of its values: which workers have forks of it. No I/O in here."""
 
 from __future__ import annotations
 

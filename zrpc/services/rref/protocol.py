@@ -131,7 +131,7 @@ class References:
 
     @property
     def awaited(self) -> set[MemberId]:
-        """The members that have forks to tell of, or that a message is waited for from."""
+        """The members that were given forks which no owner lists yet, or that gave absent ones."""
         receivers = {self._held[parent].children[c] for c, parent in self._parents.items()}
         return receivers | self._lost_forks.givers
 
