@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -38,7 +37,7 @@ class Messages:
 
     def dispatch(self, at_hand: deque[tuple[str]]) -> None:
         at_hand.popleft()
-        self.receiver.run(lambda: None)
+        self.receiver._threads.job = lambda: None  # a handler of this message
 
 
 class Pool:
@@ -79,40 +78,8 @@ def test_other_messages_wait_for_quick_handlers_only(seconds: float, left: int) 
     messages: Any = Messages("first", "second", "third")
     pool: Any = Pool(seconds)
     receiver = messages.receiver = started(messages, pool, Calls(0))
-    receiver._threads.take = lambda pool, job: True  # type: ignore[method-assign]
     receiver._turn(NEVER)
     assert len(messages.at_hand) == left
-
-
-class Answer(Messages):
-    """A network that brings what opens a gate."""
-
-    def __init__(self, gate: threading.Lock) -> None:
-        super().__init__("answer")
-        self._gate = gate
-
-    def dispatch(self, message: str) -> None:
-        self._gate.release()
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "own", "rests"),
-    [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)],
-    ids=["no call", "a call of another thread", "a call of this thread", "calls of both"],
-)
-def test_the_io_thread_rests_unless_another_thread_waits_for_an_answer(
-    in_flight: int, own: int, rests: bool
-) -> None:
-    gate = threading.Lock()
-    gate.acquire()
-    messages: Any = Answer(gate)
-    pool: Any = Pool(1e-6)
-    receiver = started(messages, pool, Calls(in_flight))
-    woken = []
-    receiver._threads.end_rest = lambda: woken.append(True)  # type: ignore[method-assign]
-    receiver.receive(gate, own_calls=lambda: own)
-    assert not gate.locked()
-    assert woken == ([] if rests else [True])
 
 
 class LateCalls(Calls):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import math
 import random
 import signal
 import threading
@@ -35,12 +34,11 @@ class Desk:
         self.io = LeaderFollower(context, "test-io", self.turn, self.arrived.release)
         self.io.start()
 
-    def turn(self, until: float) -> None:
+    def turn(self, until: float) -> float:
         self.arrived.acquire()
         if self.jobs:
-            job = self.jobs.popleft()
-            if not self.io.take(self.pool, job):
-                self.pool.submit(job)
+            self.io.run(self.pool, self.jobs.popleft())
+        return until
 
     def put(self, job: Callable[[], object]) -> None:
         self.jobs.append(job)
@@ -74,38 +72,78 @@ def desk() -> Iterator[Desk]:
     assert desk.pool.close(SOON)
 
 
-def test_one_caller_sits_at_a_time_until_its_gate_opens() -> None:
-    gate, found = closed_gate(), []
+def test_one_caller_receives_at_a_time_until_its_gate_opens() -> None:
+    gate, turns = closed_gate(), []
 
-    def turn(until: float) -> None:
-        other = threading.Thread(target=lambda: found.append(io.sit(closed_gate(), math.inf)))
+    def turn(until: float) -> float:
+        turns.append(threading.current_thread())
+        other = threading.Thread(target=io.receive, args=(closed_gate(),))
         other.start()
         other.join()
         gate.release()
+        return until
 
     io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
-    assert io.sit(gate, math.inf)  # no leader has started that would hold the seat
-    assert found == [False]
+    io.receive(gate)  # no leader has started that would hold the seat
+    assert turns == [threading.current_thread()]
 
 
-def test_a_caller_sits_until_a_time_at_most() -> None:
+@pytest.mark.parametrize(("timeout", "most"), [(0.005, 0.005), (60.0, 0.01), (-1, 0.01)])
+def test_a_caller_receives_for_its_timeout_and_ten_milliseconds_at_most(
+    timeout: float, most: float
+) -> None:
     asked = []
-    io = LeaderFollower(contextvars.copy_context(), "test-io", asked.append, lambda: None)
-    end = time.monotonic() + 0.01
-    assert io.sit(closed_gate(), end)
-    assert time.monotonic() >= end
-    assert set(asked) == {end}
+
+    def turn(until: float) -> float:
+        asked.append(until)
+        return until
+
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    begun = time.monotonic()
+    io.receive(closed_gate(), timeout)
+    (end,) = set(asked)
+    assert begun + most <= end <= time.monotonic()
+
+
+class Watched(LeaderFollower):
+    """Notes that the leader's rest is ended."""
+
+    rests = True
+
+    def end_rest(self) -> None:
+        self.rests = False
+        super().end_rest()
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "own", "rests"),
+    [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)],
+    ids=["no call", "a call of another thread", "a call of this thread", "calls of both"],
+)
+def test_the_leader_rests_unless_another_thread_waits_for_an_answer(
+    in_flight: int, own: int, rests: bool
+) -> None:
+    gate = closed_gate()
+
+    def turn(until: float) -> float:
+        gate.release()
+        return until
+
+    io = Watched(contextvars.copy_context(), "test-io", turn, lambda: None)
+    io.in_flight = range(in_flight)
+    io.receive(gate, own_calls=lambda: own)
+    assert io.rests == rests
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 def test_a_caller_that_an_exception_ends_gives_back_the_seat(error: type[BaseException]) -> None:
-    def turn(until: float) -> None:
+    def turn(until: float) -> float:
         raise error
 
     io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
     for _ in range(2):
         with ThreadPoolExecutor() as pool, pytest.raises(error):
-            pool.submit(io.sit, closed_gate(), math.inf).result()
+            pool.submit(io.receive, closed_gate()).result()
 
 
 def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:
@@ -179,15 +217,16 @@ def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
         signal.raise_signal(signal.SIGINT)
         stops.set()
 
-    def turn(until: float) -> None:
+    def turn(until: float) -> float:
         sits.set()
         assert stops.wait(SOON)
         threading.Event().wait(0.7)  # its turn goes on
         left.append(True)
         gate.release()
+        return until
 
     io = LeaderFollower(contextvars.copy_context(), "test-io", turn, interrupt)
-    caller = threading.Thread(target=io.sit, args=(gate, math.inf))
+    caller = threading.Thread(target=io.receive, args=(gate,))
     caller.start()
     assert sits.wait(SOON)
     io.start()

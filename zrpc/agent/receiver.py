@@ -1,7 +1,7 @@
 """The thread that receives: which one it is, and what it does with a turn.
 
 One of two I/O threads receives, see `zrpc.runtime.leader_follower`. A thread that waits for an
-answer receives in its place for a short time, see `Receiver.receive`. "The I/O thread" is, here and
+answer receives in its place for a short time. "The I/O thread" is, here and
 in the services, whichever thread receives at the moment. It reads headers, settles
 calls and hands requests to the pool. It neither unpickles, nor runs what a user wrote, nor waits
 for a peer, except for handlers that have been quick of late: these it runs itself, between two
@@ -12,18 +12,17 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass
+from functools import partial
 
 from zrpc.agent.dispatcher import Dispatcher
 from zrpc.agent.shutdown import Shutdown
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.leader_follower import LONGEST_SITTING, LeaderFollower
-from zrpc.runtime.resource_limits import stack_is_full
+from zrpc.runtime.leader_follower import LeaderFollower
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool
 from zrpc.transport.network import Network
@@ -46,6 +45,11 @@ class Receiver:
         pool: runs handlers.
         completions: completes futures.
         shutdown: this worker's; once it is in progress, it is looked after at each turn.
+
+    Attributes:
+        receive: see `LeaderFollower.receive`.
+        run: runs a handler's job; see `LeaderFollower.run`.
+        complete: completes a future that no thread waits for, by a job.
     """
 
     _worker: WorkerInfo
@@ -58,15 +62,13 @@ class Receiver:
     def __post_init__(self) -> None:
         name, wake = f"zrpc-{self._worker.name}-io", self._network.wake
         self._threads = LeaderFollower(self._context, name, self._turn, wake)
+        # For each call: without a function of their own.
+        self.receive = self._threads.receive
+        self.run = partial(self._threads.run, self._pool)
+        self.complete = partial(self._threads.run, self._completions)
         self._next_tick = 0.0
-        # Whether a handler must run after the present turn, in its thread.
-        self._handler_taken = False
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], object]] = deque()
-        # The gate of the call that a thread waits for although the leader receives, until the
-        # leader finds it open; and since when.
-        self._awaited: threading.Lock | None = None
-        self._awaited_since = 0.0
 
     def start(
         self,
@@ -89,10 +91,10 @@ class Receiver:
         self._unfinished = dispatcher.unfinished
         self._dispatch = dispatcher.dispatch
         self._calls = calls
-        self._in_flight = calls.by_id
         self._after_turn = after_turn
         self._look = look
         self._tick = tick
+        self._threads.in_flight = calls.by_id
         self._threads.start()
 
     def stop(self, timeout: float) -> bool:
@@ -100,52 +102,6 @@ class Receiver:
         return self._threads.stop(timeout)
 
     # -- for other threads -----------------------------------------------------------------
-
-    def receive(
-        self,
-        gate: threading.Lock,
-        timeout: float = -1,
-        own_calls: Callable[[], int] | None = None,
-    ) -> None:
-        """Receives until a gate opens, in the thread that waits for it, if that is possible.
-
-        So no other thread need wake up. After some milliseconds the I/O thread goes on. The calling
-        thread has signal handlers held back.
-
-        Args:
-            gate: opened by what is to be received.
-            timeout: seconds; negative means without limit.
-            own_calls: the number of calls in flight whose answers this thread will soon wait for.
-                The I/O thread may go on resting meanwhile. None if the gate is that of a call.
-        """
-        begun = time.monotonic()
-        end = begun + (LONGEST_SITTING if timeout < 0 else min(LONGEST_SITTING, timeout))
-        threads = self._threads
-        # With little room on the stack, messages that are read already would be lost.
-        if (
-            threads.turn_ident
-            or threads.seat._is_owned()
-            or stack_is_full()
-            or not threads.sit(gate, end)
-        ):
-            if own_calls is None:
-                self._awaited, self._awaited_since = gate, begun
-            return
-        others = len(self._in_flight)
-        if others and (own_calls is None or others > own_calls()):
-            threads.end_rest()
-
-    def run(self, job: Callable[[], None]) -> None:
-        """Runs a handler's job: in the pool, or in the I/O thread after its present turn."""
-        if self._threads.take(self._pool, job):
-            self._handler_taken = True
-        else:
-            self._pool.submit(job)
-
-    def complete(self, job: Callable[[], None]) -> None:
-        """Completes a future that no thread waits for, by a job."""
-        if not self._threads.take(self._completions, job):
-            self._completions.submit(job)
 
     def in_io_thread(self, errand: Callable[[], None]) -> None:
         """Runs a job in the I/O thread soon. Not for finalizers: it takes locks."""
@@ -158,20 +114,22 @@ class Receiver:
 
     # -- the I/O thread --------------------------------------------------------------------
 
-    def _turn(self, until: float) -> None:
+    def _turn(self, until: float) -> float:
         """Waits for a message until a time at most, and does what is due.
 
         In one thread at a time: the leading I/O thread, or a thread that receives in its place.
         Messages that have come with the first are dealt with too. They are left to the next turn if
-        a quick handler must run after this one.
+        a quick job must run after this one.
+
+        Returns:
+            When the next turn must begin, though no message comes.
         """
+        at_hand = self._network.at_hand
         try:
             wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
-            self._handler_taken = False
             # The next chunk's way through the system is better off with the core.
             received = self._network.receive(max(0.0, wait), not self._unfinished)
             if received is not None:
-                at_hand = self._network.at_hand
                 at_hand.appendleft(received)  # until there is memory to deal with it
                 self._dispatch(at_hand)
                 if at_hand:
@@ -184,8 +142,8 @@ class Receiver:
             now = time.monotonic()
             due = now >= self._next_tick
             if self._shutdown.phase:
-                # With a handler to run, this worker is not idle. It may be soon.
-                if due or not self._handler_taken:
+                # With a job to run, this worker is not idle. It may be soon.
+                if due or self._threads.job is None:
                     self._look()
                 self._next_tick = min(self._next_tick, now + self._shutdown.timing.look)
             # Before calls expire: a service may postpone their deadlines.
@@ -197,25 +155,13 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
-        if self._awaited is not None:
-            self._rest_if_answered(self._awaited)
-
-    def _rest_if_answered(self, gate: threading.Lock) -> None:
-        """Lets the leader rest if the answer has come that a thread waits for, and is the last one.
-
-        That thread then receives the next answer: that is likely if it received the last one, soon.
-        """
-        if not gate.locked():
-            self._awaited = None
-            fresh = time.monotonic() - self._awaited_since < LONGEST_SITTING
-            if fresh and not self._in_flight and not self._network.at_hand:
-                self._threads.rest(self._next_tick)
+        return 0.0 if at_hand else self._next_tick
 
     def _dispatch_rest(self) -> None:
         """Deals with the messages that have come with the first one of a turn."""
         at_hand = self._network.at_hand
         for _ in range(_MESSAGES_PER_TURN - 1):
-            if not at_hand or (self._handler_taken and self._pool.times.quick):
+            if not at_hand or (self._threads.job is not None and self._pool.times.quick):
                 break
             self._dispatch(at_hand)
 

@@ -7,15 +7,15 @@ State       Thread               What it does                              What 
 =========== ==================== ========================================= =========================
 leading     one I/O thread       holds the seat and receives; then, off    its job is about to wait
                                  the seat, runs the job that its turn      (``give_way``) or takes
-                                 has taken (``take``), if jobs are short   too long: it follows
+                                 has taken (``run``), if jobs are short    too long: it follows
 following   the other I/O thread checks every 1 to 4 ms whether the        promotion: it leads
                                  leader is still in the same job; sleeps
                                  if there are no jobs
-resting     the leader, if its   receives nothing, so a caller may; checks nobody sits any longer, a
-            turn called ``rest`` after 0.3 ms, and then ever more seldom,  time limit, ``end_rest``
-                                 whether callers still sit
+resting     the leader, if the   receives nothing, so a caller may; checks nobody sits any longer, a
+            last answer has come after 0.3 ms, and then ever more seldom,  time limit, another call
+                                 whether callers still sit                 is in flight
 sitting-for a caller that waits  holds the seat and receives in place of   its answer has come, or a
-            for its answer       the leader, which rests or is in a job    time limit (``sit``)
+            for its answer       the leader, which rests or is in a job    time limit (``receive``)
 =========== ==================== ========================================= =========================
 
 A leader that runs a short job itself saves waking another thread. If the job is not short, the
@@ -35,13 +35,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from functools import partial
 from typing import Any
 
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
 from zrpc.runtime.job_times import JobTimes
+from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_pool import HandlerPool, lend_thread
 
@@ -57,7 +58,7 @@ _MAX_CHECK_SECONDS = 0.004
 _REST_CHECK_SECONDS = 0.0003
 _MAX_REST_CHECK_SECONDS = 0.0024
 # Seconds that a thread other than the leader receives at most. Ctrl-C waits for it.
-LONGEST_SITTING = 0.01
+_LONGEST_SITTING = 0.01
 # Seconds in which a turn ends that is interrupted.
 _TURN_SECONDS = 0.5
 # After this number of checks without a new job, the follower sleeps until it is woken.
@@ -71,12 +72,14 @@ class LeaderFollower:
         context: the threads' context.
         name: the prefix of the threads' names.
         turn: waits for messages, at most until a time, and handles them; it may leave a job by
-            `take`.
+            `run`. It returns until when nothing is due, unless a message comes.
         interrupt: makes a waiting turn return.
 
     Attributes:
         turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
             rests or is in a job, another thread may sit.
+        job: what the leader runs after its turn.
+        in_flight: the calls whose answers threads wait for; set before the start.
         seat: held by the thread that receives.
 
     All methods may be called from any thread.
@@ -86,11 +89,12 @@ class LeaderFollower:
         self,
         context: contextvars.Context,
         name: str,
-        turn: Callable[[float], None],
+        turn: Callable[[float], float],
         interrupt: Callable[[], None],
     ) -> None:
         self._turn = turn
         self._interrupt = interrupt
+        self.in_flight: Sized = ()
         # It knows its owner: an exception that is set in a thread may come as soon as it is taken.
         self.seat: Any = threading.RLock()
         self._threads = [ContextThread(context, f"{name}-{i}", self._serve, (i,)) for i in range(2)]
@@ -110,12 +114,15 @@ class LeaderFollower:
         for gate in self._gates:
             gate.acquire()
         # Only the leader writes what follows, without a lock: its job, with the times of that
-        # job's pool; its ident while it is in a turn; and when its next rest ends.
-        self._job: Callable[[], None] | None = None
+        # job's pool; its ident while it is in a turn; and the first pause of its next rest.
+        self.job: Callable[[], None] | None = None
         self._job_times: JobTimes | None = None
         self.turn_ident = 0
-        self._rest_until = 0.0
-        self._rest_check_seconds = _REST_CHECK_SECONDS  # the first pause of the next rest
+        self._rest_check_seconds = _REST_CHECK_SECONDS
+        # The gate of the call that a thread waits for although the leader receives, until the
+        # leader finds it open; and since when.
+        self._awaited: threading.Lock | None = None
+        self._awaited_since = 0.0
         # Another thread than the leader writes these two while it holds the seat: its ident, and
         # how often others took the seat.
         self._sitter_ident = 0
@@ -163,24 +170,23 @@ class LeaderFollower:
                 pass
         return not any(thread.is_alive() for thread in others)
 
-    def take(self, pool: HandlerPool, job: Callable[[], None]) -> bool:
-        """Runs ``job`` in the current thread after its turn, as a guest of ``pool``.
+    def run(self, pool: HandlerPool, job: Callable[[], None]) -> None:
+        """Runs a job of a pool: in the pool, or as its guest in this thread after its turn.
 
-        Returns:
-            False if it won't: it is in no turn, it has a job already, the other thread can't
-            be promoted, or the pool does not admit it.
+        The latter if this thread leads and has no job yet, the other thread can be promoted, and
+        the pool admits this one.
         """
         if (
             self.turn_ident == threading.get_ident()
             and self._ready[1 - self._leader]
-            and self._job is None
+            and self.job is None
             and pool.admit(self.turn_ident)
         ):
-            self._job = partial(pool.run_as_guest, self.turn_ident, [job])
+            self.job = partial(pool.run_as_guest, self.turn_ident, [job])
             self._job_times = pool.times
             self._rest_check_seconds = _REST_CHECK_SECONDS
-            return True
-        return False
+        else:
+            pool.submit(job)
 
     def give_way(self) -> None:
         """Promotes the other thread, since the current one is about to wait in its job."""
@@ -190,42 +196,45 @@ class LeaderFollower:
                 self._leader, self._busy = 1 - me, False
                 self._wake(self._leader)
 
-    def rest(self, until: float) -> None:
-        """Lets the leader rest after its turn, while others sit.
+    def receive(
+        self,
+        gate: threading.Lock,
+        timeout: float = -1,
+        own_calls: Callable[[], int] | None = None,
+    ) -> None:
+        """Receives until a gate opens, in the thread that waits for it, if no other thread does.
 
-        Has an effect in its turn only, and not before a job.
-
-        The last rest was too short: otherwise another thread would have received this answer.
-
-        Args:
-            until: the end of the rest at the latest, on the clock of ``time.monotonic``.
-        """
-        if self.turn_ident == threading.get_ident() and self._job is None:
-            self._rest_until = until
-            self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
-
-    def sit(self, gate: threading.Lock, end: float) -> bool:
-        """Receives in the current thread, which does not have the seat, until a gate opens.
+        So no other thread need wake up. After some milliseconds the leader goes on. The calling
+        thread has signal handlers held back.
 
         Args:
             gate: opened by what is to be received.
-            end: until when to receive at most, on the clock of ``time.monotonic``.
-
-        Returns:
-            Whether it got the seat.
+            timeout: seconds; negative means without limit.
+            own_calls: the number of calls in flight whose answers this thread will soon wait for.
+                The leader may go on resting meanwhile. None if the gate is that of a call.
         """
-        try:
-            if not self.seat.acquire(blocking=False) or self._stopping:
-                return False
-            self._sit_count += 1
-            self._sitter_ident = threading.get_ident()
-            while gate.locked() and time.monotonic() < end:
-                self._turn(end)
-            return True
-        finally:
-            if self.seat._is_owned():
-                self._sitter_ident = 0
-                self.seat.release()
+        begun = time.monotonic()
+        end = begun + (_LONGEST_SITTING if timeout < 0 else min(_LONGEST_SITTING, timeout))
+        sits = False
+        # With little room on the stack, messages that are read already would be lost.
+        if not (self.turn_ident or self.seat._is_owned() or stack_is_full()):
+            try:
+                sits = self.seat.acquire(blocking=False) and not self._stopping
+                if sits:
+                    self._sit_count += 1
+                    self._sitter_ident = threading.get_ident()
+                    while gate.locked() and time.monotonic() < end:
+                        self._turn(end)
+            finally:
+                if self.seat._is_owned():
+                    self._sitter_ident = 0
+                    self.seat.release()
+        if sits:
+            others = len(self.in_flight)
+            if others and (own_calls is None or others > own_calls()):
+                self.end_rest()
+        elif own_calls is None:
+            self._awaited, self._awaited_since = gate, begun
 
     def end_rest(self) -> None:
         """Makes the leader receive again."""
@@ -253,13 +262,16 @@ class LeaderFollower:
         with self.seat:
             self.turn_ident = threading.get_ident()
             try:
-                self._turn(math.inf)
+                due = self._turn(math.inf)
             finally:
                 self.turn_ident = 0
-        job, self._job = self._job, None
+        job, self.job = self.job, None
         if job is None:
-            if self._rest_until:
-                self._rest_while_others_sit()
+            if self._awaited is not None and not self._awaited.locked():
+                self._awaited = None
+                fresh = time.monotonic() - self._awaited_since < _LONGEST_SITTING
+                if fresh and not self.in_flight:
+                    self._rest_while_others_sit(due)
             return
         try:
             with self._lock:
@@ -276,8 +288,12 @@ class LeaderFollower:
                 if self._leader == me:
                     self._busy = False
 
-    def _rest_while_others_sit(self) -> None:
-        until, self._rest_until = self._rest_until, 0.0
+    def _rest_while_others_sit(self, until: float) -> None:
+        """Lets the thread receive the next answer whose last one, soon after its call, came here.
+
+        The last rest was too short: otherwise that thread would have received this answer.
+        """
+        self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
         count = -1
         pause = self._rest_check_seconds
         while (
