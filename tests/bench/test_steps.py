@@ -15,7 +15,7 @@ from zrpc.bench.sampling import Sampling
 from zrpc.launch import Starter
 
 # The most that an empty call may enter at each end: functions of zrpc, and modules.
-MOST = {"caller": (38, 22), "callee": (34, 22)}
+MOST = {"caller": (37, 22), "callee": (33, 22)}
 # The most that a call of an actor enters beyond one of an RRef's method, at each end.
 MOST_OF_AN_ACTOR = 2
 # On a busy machine a worker's thread may sleep instead of polling, which takes other steps.
