@@ -104,6 +104,9 @@ class Mailbox:
         with self._lock:
             self._closed = True
             self._arrived.clear()
+            # Its error refers to frames, and these to nodes of the graph whose hooks refer to the
+            # part: a cycle through C++, which the collector does not see.
+            self._failure = None
 
     def _release(self) -> None:
         """Lets the thread go on that waits, if one does; under the lock."""
