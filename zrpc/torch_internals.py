@@ -17,28 +17,6 @@ from torch.autograd import profiler
 from torch.distributed import distributed_c10d, is_available
 from torch.utils.hooks import RemovableHandle
 
-__all__ = [
-    "ACCUMULATE_NODE",
-    "EngineLocal",
-    "Hooks",
-    "any_hook_before",
-    "apply_function",
-    "base_of",
-    "current_graph_task",
-    "has_process_group",
-    "hooks_of_leaf",
-    "is_profiling",
-    "is_view",
-    "node_class_of",
-    "rank_last",
-    "rank_second_last",
-    "run_backward",
-    "sequence_number",
-    "storage_uses",
-    "tensor_uses",
-    "wrap_hook_registration",
-]
-
 Hooks = dict[int, Any]
 
 # Runs torch's engine. `torch.autograd.backward` adds Python, which takes half the time of a short
