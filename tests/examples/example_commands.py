@@ -16,7 +16,7 @@ from tests.support.warm import warm_commands
 
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
-DEADLINE = 120.0  # seconds
+DEADLINE = 400.0  # seconds
 # Not the numbers in names, such as `worker1`, and not ranks, such as `[1]`.
 _NUMBER = re.compile(r"(?<![\w\[.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w\]])")
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -101,3 +101,16 @@ def not_printed(lines: list[str], output: str) -> list[str]:
 
 def _without_numbers(line: str) -> str:
     return " ".join(_NUMBER.sub("N", line).split())
+
+
+def losses(output: str, rank: int | None = None) -> list[float]:
+    """Returns the losses of all steps that a rank has printed, or all ranks."""
+    begin = "" if rank is None else rf"^\[{rank}\] "
+    return [float(loss) for loss in re.findall(rf"{begin}step +\d+ +loss ([\d.]+)$", output, re.M)]
+
+
+def number_in(pattern: str, output: str) -> float:
+    """Returns the number that a pattern finds in an output."""
+    found = re.search(pattern, output, re.M)
+    assert found is not None, output
+    return float(found[1])

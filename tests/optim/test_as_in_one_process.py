@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from tests.optim.remote_parameters import PARAMETERS
-from tests.optim.twins import STEPS, Twins, drawn, rows_of
+import zrpc
+import zrpc.autograd as dist_autograd
+from tests.optim.twins import PARAMETERS, STEPS, Twins, drawn, rows_of, run_backward
 from zrpc.optim import DistributedOptimizer
+from zrpc.optim.local import LocalOptimizer
 
 pytestmark = [pytest.mark.zrpc(workers=3, timeout=60), pytest.mark.usefixtures("caller")]
 
@@ -38,24 +41,26 @@ def test_each_class_steps_over_three_owners(name: str) -> None:
     Twins(CLASSES[name], [1, 0, 2, 1], **OPTIONS.get(name, {"lr": 0.1})).run()
 
 
-@pytest.mark.parametrize("owner", [0, 1])
-def test_lbfgs_steps_over_one_owner(owner: int) -> None:
+@pytest.mark.system
+def test_lbfgs_steps_over_one_owner() -> None:
     """It needs all its parameters together, and so one owner."""
-    Twins(torch.optim.LBFGS, [owner, owner], lr=0.1, max_iter=1).run()
+    for owner in (0, 1):
+        Twins(torch.optim.LBFGS, [owner, owner], lr=0.1, max_iter=1).run()
 
 
-@pytest.mark.parametrize("options", [{}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}])
-def test_lbfgs_with_several_evaluations_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="max_iter=1"):
-        Twins(torch.optim.LBFGS, [1], **options)
+def test_lbfgs_with_several_evaluations_is_refused() -> None:
+    options: dict[str, Any]
+    for options in ({}, {"max_iter": 1, "line_search_fn": "strong_wolfe"}):
+        with pytest.raises(ValueError, match="max_iter=1"):
+            Twins(torch.optim.LBFGS, [1], **options)
 
 
 def test_sparse_adam_takes_sparse_gradients() -> None:
     Twins(torch.optim.SparseAdam, [1, 2], lr=0.1).run(fn=rows_of)
 
 
-def test_the_class_gets_positional_arguments() -> None:
-    Twins(torch.optim.SGD, [1, 2], 0.1, 0.9).run()
+def test_the_class_gets_positional_arguments_and_parameters_of_a_generator() -> None:
+    Twins(torch.optim.SGD, [1, 2], 0.1, 0.9, groups=lambda weights: (w for w in weights)).run()
 
 
 def test_groups_have_their_own_options() -> None:
@@ -67,10 +72,6 @@ def test_groups_have_their_own_options() -> None:
         ]
 
     Twins(torch.optim.SGD, [1, 0, 2, 1, 2], groups=groups, lr=0.05).run()
-
-
-def test_the_parameters_can_come_from_a_generator() -> None:
-    Twins(torch.optim.SGD, [1, 2], groups=lambda weights: (w for w in weights), lr=0.1).run()
 
 
 def test_a_parameter_without_gradient_does_not_change() -> None:
@@ -147,20 +148,165 @@ def test_reduce_on_plateau_lowers_the_rate() -> None:
         scheduler.step(1.0)
 
 
-def test_a_scheduler_continues_after_a_restart() -> None:
-    twins = Twins(torch.optim.SGD, [1, 2], lr=0.2)
-    first, other = (SCHEDULERS["StepLR"](o) for o in (twins.distributed, twins.local))
-    for step in range(3):
+# Optimizers that keep values of their own in ``param_groups``, as schedule-free ones do.
+
+
+class Warming(torch.optim.Optimizer):
+    """Counts its steps in the group, and has a growing rate there, stored in one of these ways."""
+
+    def __init__(self, params: Any, lr: float, rate: str = "number") -> None:
+        first: Any = {"number": 0.1, "list": [0.1], "tensor": torch.tensor(0.1)}[rate]
+        super().__init__(params, {"lr": lr, "k": 0, "rate": first})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            rate = group["rate"]
+            if isinstance(rate, list):
+                rate[0] *= 2
+                rate = rate[0]
+            elif isinstance(rate, torch.Tensor):
+                rate *= 2
+            else:
+                rate = group["rate"] = rate * 2
+            group["longest"] = max(group.get("longest", 0), group["k"])
+            for p in group["params"]:
+                if p.grad is not None:
+                    p -= group["lr"] * float(rate) / group["k"] * p.grad
+
+
+class Decaying(torch.optim.SGD):
+    """Lowers the learning rate with each step."""
+
+    def step(self) -> None:
+        super().step()
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+
+
+def test_groups_keep_what_the_optimizer_changes() -> None:
+    def groups(params: list[Any]) -> list[dict[str, Any]]:
+        return [{"params": params[:2], "lr": 0.2}, {"params": params[2:]}]
+
+    Twins(Warming, [1, 2, 1], groups=groups, lr=0.3).run()
+
+
+def halving(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def test_a_scheduler_beside_what_the_optimizer_changes() -> None:
+    Twins(Warming, [1, 2], lr=0.3).run(halving)
+
+
+def test_an_option_that_both_change() -> None:
+    """The optimizer goes on from what the trainer has set, once."""
+    twins = Twins(Decaying, [1, 2], lr=0.3)
+    for step in range(6):
+        if step == 3:
+            twins.set(lr=0.2)
         twins.step(step)
-        first.step()
-        other.step()
+        distributed, local = twins.first_groups
+        assert distributed["lr"] == local["lr"]
+
+
+def test_a_rate_in_a_tensor_that_a_scheduler_changes_in_place() -> None:
+    Twins(torch.optim.SGD, [1, 2], lr=torch.tensor(0.3)).run(halving)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("rate", ["number", "list", "tensor"])
+def test_the_state_has_what_the_optimizer_has_changed(rate: str, tmp_path: Path) -> None:
+    twins = Twins(Warming, [1, 0, 2], lr=0.3, rate=rate)
+    twins.run()
+    twins.set(lr=0.2)
     state = twins.distributed.state_dict()
-    twins.distributed = DistributedOptimizer(torch.optim.SGD, twins.rrefs, lr=0.2)
-    second = SCHEDULERS["StepLR"](twins.distributed)
-    second.load_state_dict(first.state_dict())
-    # torch's schedulers set the rate again when they are made.
-    twins.distributed.load_state_dict(state)
+    assert state["param_groups"][0]["k"] == STEPS
+    assert state["param_groups"][0]["lr"] == 0.2
+    for of_worker in state["workers"].values():
+        assert of_worker["param_groups"][0]["k"] == STEPS
+    torch.save(state, tmp_path / "state.pt")
+    twins.distributed = DistributedOptimizer(Warming, twins.rrefs, lr=9.0, rate=rate)
+    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    twins.run()
+
+
+def test_owners_keep_values_that_differ(tmp_path: Path) -> None:
+    """Also through a saved state: each owner's optimizer has its own."""
+
+    class Skipping(Warming):
+        """Does nothing without a gradient."""
+
+        def step(self) -> None:
+            if any(p.grad is not None for group in self.param_groups for p in group["params"]):
+                super().step()
+
+    twins = Twins(Skipping, [1, 2], lr=0.3)
+    locals_ = [Skipping([weight], lr=0.3) for weight in twins.weights]
+
+    def step_over(which: int, step: int) -> None:
+        twins.local = locals_[which]
+        twins.step(step, slice(which, which + 1))
+
     for step in range(3):
-        twins.step(step)
-        second.step()
-        other.step()
+        step_over(1, step)
+    step_over(0, 3)
+    torch.save(twins.distributed.state_dict(), tmp_path / "state.pt")
+    twins.distributed = DistributedOptimizer(Skipping, twins.rrefs, lr=0.3)
+    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    step_over(0, 4)
+    step_over(1, 5)
+
+
+def step_at(optimizer: DistributedOptimizer, rref: Any, lr: float | None) -> None:
+    if lr is not None:
+        optimizer.param_groups[0]["lr"] = lr
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref])
+        optimizer.step(context_id)
+    assert optimizer.state_dict()["workers"].keys() == {"worker1"}
+
+
+def test_trainers_have_options_of_their_own() -> None:
+    """What one sets does not apply to the steps of another; what the optimizer counts does."""
+    twins = Twins(Warming, [1], lr=1.0)
+    optimizer, [rref] = twins.distributed, twins.rrefs
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps `step`
+    before = PARAMETERS["w0"].detach().clone()
+    zrpc.rpc_sync("worker2", step_at, (optimizer, rref, 0.5))
+    step_at(optimizer, rref, None)
+    expected = before - 0.5 * 0.2 / 1 - 1.0 * 0.4 / 2
+    torch.testing.assert_close(PARAMETERS["w0"].detach(), expected)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 1.0
+
+
+def test_a_failed_step_leaves_no_options_behind() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self) -> None:
+            if self.param_groups[0]["lr"] == 7:
+                raise ValueError("seven")
+            super().step()
+
+    twins = Twins(Failing, [1], lr=0.3)
+    twins.set(lr=7)
+    with pytest.raises(ValueError, match="seven"):
+        twins.step(0)
+    twins.set(lr=0.3)
+    twins.step(0)
+
+
+def test_a_state_does_not_change_with_later_steps() -> None:
+    """While it is sent, another trainer may step."""
+    rrefs = Twins(Warming, [0], lr=0.3).rrefs
+    optimizer = LocalOptimizer(Warming, {0: {"params": rrefs}}, lr=0.3, rate="tensor")
+    momentum = LocalOptimizer(torch.optim.SGD, {0: {"params": rrefs}}, lr=0.3, momentum=0.9)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, rrefs)
+        for each in (optimizer, momentum):
+            each.step(context_id, {0: {}})
+        states = [each.state_dict() for each in (optimizer, momentum)]
+        before = deepcopy(states)
+        for each in (optimizer, momentum):
+            each.step(context_id, {0: {}})
+    torch.testing.assert_close(states, before)

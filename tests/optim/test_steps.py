@@ -1,8 +1,8 @@
-"""Steps of an optimizer: their context, many at once, errors and hooks."""
+"""Steps of an optimizer: their context, many at once, errors, hooks, and passes meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, KeysView
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NoReturn
 
@@ -11,71 +11,66 @@ import torch
 
 import zrpc
 import zrpc.autograd as dist_autograd
-from tests.optim.remote_parameters import PARAMETERS, Parameter, make, refer, run_backward
+from tests.optim.twins import (
+    PARAMETERS,
+    Parameter,
+    gradients,
+    make,
+    refer,
+    run_backward,
+    use,
+)
 from tests.support.identity import event
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
-WAIT_SECONDS = 20.0
+SGD = torch.optim.SGD
+
+
+def step_over(optimizer: DistributedOptimizer, *rrefs: Parameter, factor: float = 1.0) -> None:
+    """Steps with gradients of ``factor``."""
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, list(rrefs), factor)
+        optimizer.step(context_id)
 
 
 # The context.
 
 
-def test_step_takes_the_current_context(caller: Mesh) -> None:
-    rref = make("w", 1)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+def test_a_step_uses_the_gradients_of_its_context_only(caller: Mesh) -> None:
+    """Of this thread's, if none is given."""
+    rref, untouched = make("w", 1), make("untouched", 2)
+    optimizer = DistributedOptimizer(SGD, [rref, untouched], lr=0.5)
+    with dist_autograd.context() as context_id:
+        run_backward(context_id, [rref], 100.0)
     with dist_autograd.context() as context_id:
         run_backward(context_id, [rref])
         assert optimizer.step() is None
-    assert PARAMETERS["w"].tolist() == [0.5, 1.5, 2.5]
-
-
-def test_step_outside_a_context_raises(caller: Mesh) -> None:
-    rref = make("w", 1)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-    with pytest.raises(RuntimeError, match="doesn't have a valid autograd context"):
-        optimizer.step()
-    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
-        optimizer.step(77)
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref])
-    with pytest.raises(RuntimeError, match="Could not find autograd context with id"):
-        optimizer.step(context_id)
-    assert PARAMETERS["w"].tolist() == [1.0, 2.0, 3.0]
-
-
-def test_another_thread_can_step(caller: Mesh) -> None:
-    rref, untouched = make("w", 1), make("untouched", 2)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref, untouched], lr=0.5)
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref])
 
         def step() -> None:
             with caller.agent(0).as_current():
                 optimizer.step(context_id)
 
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(step).result(WAIT_SECONDS)
-    assert PARAMETERS["w"].tolist(), PARAMETERS["untouched"].tolist() == (
-        [0.5, 1.5, 2.5],
-        [1.0, 2.0, 3.0],
-    )
-
-
-def test_step_uses_the_gradients_of_its_context_only(caller: Mesh) -> None:
-    rref = make("w", 1)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref], 100.0)
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref])
-        optimizer.step(context_id)
-        optimizer.step(context_id)
+            pool.submit(step).result(SOON)
     assert PARAMETERS["w"].tolist() == [0.0, 1.0, 2.0]
+    assert PARAMETERS["untouched"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_step_outside_a_context_raises(caller: Mesh) -> None:
+    rref = make("w", 1)
+    optimizer = DistributedOptimizer(SGD, [rref], lr=0.5)
+    with dist_autograd.context() as ended:
+        run_backward(ended, [rref])
+    with pytest.raises(RuntimeError, match="doesn't have a valid autograd context"):
+        optimizer.step()
+    for context_id in (77, ended):
+        with pytest.raises(RuntimeError, match=f"Could not find autograd.* id: {context_id}"):
+            optimizer.step(context_id)
+    assert PARAMETERS["w"].tolist() == [1.0, 2.0, 3.0]
 
 
 # Many at once.
@@ -91,46 +86,39 @@ class Checked(torch.optim.Optimizer):
         super().__init__(params, {})
 
     def step(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            if id(p) in Checked.running:
-                Checked.overlaps.append(id(p))
-            Checked.running.add(id(p))
+        params = {id(p) for p in self.param_groups[0]["params"]}
+        Checked.overlaps.extend(params & Checked.running)
+        Checked.running.update(params)
         zrpc.rpc_sync("worker0", max, (1, 2))  # gives others the time to step
-        for p in self.param_groups[0]["params"]:
-            Checked.running.discard(id(p))
+        Checked.running.difference_update(params)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("kind", ["one optimizer", "several", "overlapping"])
-def test_steps_over_a_parameter_run_one_after_another(mesh: Mesh, kind: str) -> None:
+def test_steps_over_a_parameter_run_one_after_another(caller: Mesh) -> None:
+    """Of one optimizer, of several, and of some that overlap."""
     Checked.running.clear()
     Checked.overlaps.clear()
-    a, b = mesh.run(0, make, "a", 2), mesh.run(0, make, "b", 2)
+    a, b = make("a", 2), make("b", 2)
+    one = DistributedOptimizer(Checked, [a, b])
+    others = [DistributedOptimizer(Checked, rrefs) for rrefs in ([a, b], [b, a], [a], [b])]
 
-    def optimizer(number: int) -> DistributedOptimizer:
-        return DistributedOptimizer(Checked, [[a, b], [b, a], [a]][number % 3])
-
-    one = mesh.run(0, DistributedOptimizer, Checked, [a, b])
-
-    def trainer(number: int) -> None:
-        with mesh.agent(0).as_current():
-            mine = {"one optimizer": lambda: one, "several": lambda: optimizer(0)}.get(
-                kind, lambda: optimizer(number)
-            )()
+    def trainer(optimizer: DistributedOptimizer) -> None:
+        with caller.agent(0).as_current():
             for _ in range(3):
-                with dist_autograd.context() as context_id:
-                    run_backward(context_id, [a, b])
-                    mine.step(context_id)
+                step_over(optimizer, a, b)
 
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(trainer, range(6)))
+    optimizers = [one, one, *others]
+    with ThreadPoolExecutor(len(optimizers)) as pool:
+        list(pool.map(trainer, optimizers))
     assert Checked.overlaps == []
 
 
-class Gated(torch.optim.SGD):
+class Gated(SGD):
+    """Its step waits while ``.grad`` is the gradient of the step's context."""
+
     def step(self) -> None:
-        event("entered").set()
-        assert event("go").wait(WAIT_SECONDS)
+        event("in the step").set()
+        assert event("let the step end").wait(SOON)
         super().step()
 
 
@@ -140,110 +128,97 @@ def test_steps_over_other_parameters_do_not_wait_for_a_slow_step(mesh: Mesh) -> 
 
     def slow() -> None:
         with mesh.agent(0).as_current():
-            optimizer = DistributedOptimizer(Gated, [a], lr=1.0)
-            with dist_autograd.context() as context_id:
-                run_backward(context_id, [a])
-                optimizer.step(context_id)
+            step_over(DistributedOptimizer(Gated, [a], lr=1.0), a)
+
+    def run() -> None:
+        optimizer = DistributedOptimizer(SGD, [b], lr=1.0)
+        step_over(optimizer, b)
+        optimizer.state_dict()
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(slow)
-        assert event("entered").wait(WAIT_SECONDS)
-
-        def run() -> None:
-            optimizer = DistributedOptimizer(torch.optim.SGD, [b], lr=1.0)
-            with dist_autograd.context() as context_id:
-                run_backward(context_id, [b])
-                optimizer.step(context_id)
-                optimizer.state_dict()
-
-        mesh.submit(0, run).result(WAIT_SECONDS / 2)
+        assert event("in the step").wait(SOON)
+        mesh.submit(0, run).result(SOON / 2)
         assert PARAMETERS["b"].tolist() == [0.0, 1.0, 2.0]
         assert PARAMETERS["a"].tolist() == [1.0, 2.0, 3.0]
-        event("go").set()
-        future.result(WAIT_SECONDS)
+        event("let the step end").set()
+        future.result(SOON)
     assert PARAMETERS["a"].tolist() == [0.0, 1.0, 2.0]
 
 
 # Errors.
 
 
-class Fails(torch.optim.SGD):
+class Fails(SGD):
     def step(self) -> NoReturn:
         raise ArithmeticError("no step on purpose")
 
 
 def fails_on_worker1(params: Any, lr: float) -> torch.optim.Optimizer:
-    name = zrpc.get_worker_info().name
-    return (Fails if name == "worker1" else torch.optim.SGD)(params, lr=lr)
+    return (Fails if zrpc.get_worker_info().name == "worker1" else SGD)(params, lr=lr)
 
 
 def test_a_failed_step_of_one_owner_is_raised(caller: Mesh) -> None:
     """The caller gets the error, and the other owners have stepped."""
     rrefs = [make(f"w{rank}", rank) for rank in range(3)]
     optimizer = DistributedOptimizer(fails_on_worker1, rrefs, lr=1.0)
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, rrefs)
-        with pytest.raises(ArithmeticError, match="no step on purpose") as raised:
-            optimizer.step(context_id)
-        assert "worker1" in str(raised.value.__cause__)
+    with pytest.raises(ArithmeticError, match="no step on purpose") as raised:
+        step_over(optimizer, *rrefs)
+    assert "worker1" in str(raised.value.__cause__)
     assert all(PARAMETERS[f"w{rank}"].grad is None for rank in range(3))
-    again = DistributedOptimizer(torch.optim.SGD, rrefs, lr=1.0)
-    with dist_autograd.context() as context_id:
+    step_over(DistributedOptimizer(SGD, rrefs, lr=1.0), *rrefs)
+    found = [PARAMETERS[f"w{rank}"].tolist() for rank in range(3)]
+    assert found == [[-1.0, 0.0, 1.0], [0.0, 1.0, 2.0], [-1.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_the_other_owner_steps_if_one_is_dead_already(mesh: Mesh, dead: int) -> None:
+    """As if it died during the step; and the step waits for the other one."""
+    with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
+        rrefs = [make(f"w{rank}", rank) for rank in (1, 2)]
+        optimizer = DistributedOptimizer(SGD, rrefs, lr=0.5)
         run_backward(context_id, rrefs)
-        again.step(context_id)
-    assert [PARAMETERS[f"w{rank}"].tolist() for rank in range(3)] == [
-        [-1.0, 0.0, 1.0],
-        [0.0, 1.0, 2.0],
-        [-1.0, 0.0, 1.0],
-    ]
-
-
-def test_an_error_of_the_class_is_raised(caller: Mesh) -> None:
-    rrefs = [make("a", 1), make("b", 2)]
-    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
-        DistributedOptimizer(torch.optim.SGD, rrefs, lr=-1.0)
-    with pytest.raises(TypeError, match="no_such_option"):
-        DistributedOptimizer(torch.optim.SGD, rrefs, no_such_option=1)
+        mesh.agent(dead).close()
+        until(lambda: dead in mesh.agent(0).membership.lost)
+        with pytest.raises(zrpc.OwnerDied, match=f"worker{dead}"):
+            optimizer.step(context_id)
+        assert PARAMETERS[f"w{3 - dead}"].tolist() == [0.5, 1.5, 2.5]
 
 
 def test_wrong_arguments_are_refused(caller: Mesh) -> None:
-    rref = make("a", 1)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        DistributedOptimizer(torch.optim.SGD, [], lr=0.1)
-    with pytest.raises(ValueError, match="empty parameter list"):
-        DistributedOptimizer(torch.optim.SGD, [{"params": []}], lr=0.1)
-    with pytest.raises(ValueError, match="more than once"):
-        DistributedOptimizer(torch.optim.SGD, [rref, rref], lr=0.1)
-    with pytest.raises(ValueError, match="more than once"):
-        DistributedOptimizer(torch.optim.SGD, [{"params": [rref]}, {"params": [rref]}], lr=0.1)
-    with pytest.raises(TypeError, match="RRefs of parameters"):
-        DistributedOptimizer(torch.optim.SGD, [torch.ones(1)], lr=0.1)
+    rref, other = make("a", 1), make("b", 2)
+    same = zrpc.rpc_sync("worker1", refer, ("a",))  # only the owner can tell
+    assert same != rref
+    cases: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ([], {}, ValueError, "empty parameter list"),
+        ([{"params": []}], {}, ValueError, "empty parameter list"),
+        ([rref, rref], {}, ValueError, "more than once"),
+        ([{"params": [rref]}, {"params": [rref]}], {}, ValueError, "more than once"),
+        ([rref, other, same], {}, ValueError, "more than once"),
+        ([{"params": [rref]}, {"params": [other, same]}], {}, ValueError, "more than once"),
+        ([torch.ones(1)], {}, TypeError, "RRefs of parameters"),
+        ([zrpc.remote("worker1", max, (1, 2))], {}, TypeError, "can only optimize Tensors"),
+        ([rref, other], {"lr": -1.0}, ValueError, "Invalid learning rate: -1"),
+        ([rref, other], {"no_such_option": 1}, TypeError, "no_such_option"),
+    ]
+    for params, options, error, text in cases:
+        with pytest.raises(error, match=text):
+            DistributedOptimizer(SGD, params, **options)
+    optimizer = DistributedOptimizer(SGD, [rref, other], lr=0.1)
+    assert repr(optimizer) == "DistributedOptimizer(1 groups, on worker1, worker2)"
     with pytest.raises(ValueError, match="in the constructor"):
-        DistributedOptimizer(torch.optim.SGD, [rref], lr=0.1).add_param_group({"params": []})
+        optimizer.add_param_group({"params": []})
 
 
-def test_an_rref_of_another_value_is_refused(caller: Mesh) -> None:
-    with pytest.raises(TypeError, match="can only optimize Tensors"):
-        DistributedOptimizer(torch.optim.SGD, [zrpc.remote("worker1", max, (1, 2))], lr=0.1)
-
-
-def test_two_rrefs_of_one_parameter_are_refused(caller: Mesh) -> None:
-    """Their ids differ: only the owner can tell."""
-    first = make("a", 1)
-    second = zrpc.rpc_sync("worker1", refer, ("a",))
-    assert first != second
-    other = make("b", 1)
-    for groups in ([first, other, second], [{"params": [first]}, {"params": [other, second]}]):
-        with pytest.raises(ValueError, match="more than once"):
-            DistributedOptimizer(torch.optim.SGD, groups, lr=1)
+# Hooks of optimizers.
 
 
 @pytest.mark.system
 def test_step_hooks_run_on_this_worker(caller: Mesh) -> None:
     rref = make("w", 1)
     seen: list[Any] = []
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
-    other = DistributedOptimizer(torch.optim.SGD, [rref], lr=0.5)
+    optimizer = DistributedOptimizer(SGD, [rref], lr=0.5)
+    other = DistributedOptimizer(SGD, [rref], lr=0.5)
 
     def record(when: str) -> Callable[..., None]:
         return lambda *call: seen.append((when, call[0] is optimizer, call[1:]))
@@ -264,7 +239,7 @@ def test_step_hooks_run_on_this_worker(caller: Mesh) -> None:
 
 
 def test_state_hooks_run_on_this_worker(caller: Mesh) -> None:
-    optimizer = DistributedOptimizer(torch.optim.SGD, [make("w", 1)], lr=0.5)
+    optimizer = DistributedOptimizer(SGD, [make("w", 1)], lr=0.5)
     seen: list[Any] = []
     optimizer.register_state_dict_pre_hook(lambda o: seen.append("save"))
     optimizer.register_state_dict_post_hook(lambda o, state: {**state, "epoch": 7})
@@ -284,69 +259,67 @@ def test_state_hooks_run_on_this_worker(caller: Mesh) -> None:
     assert seen == ["save", 7, 7, "loaded"]
 
 
-def step_here(optimizer: DistributedOptimizer, rref: Parameter) -> KeysView[str]:
-    optimizer.param_groups[0]["lr"] = 0.25
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref])
-        optimizer.step(context_id)
-    return optimizer.state_dict()["workers"].keys()
+# Passes of other contexts use the same ``.grad``, because of hooks on the parameters.
 
 
-def test_it_can_be_passed_to_another_worker(caller: Mesh) -> None:
-    rref, other = make("w", 1), make("other", 2)
-    optimizer = DistributedOptimizer(torch.optim.SGD, [rref, other], lr=0.5)
-    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # it wraps `step`
-    with dist_autograd.context() as context_id:
-        run_backward(context_id, [rref])
-        optimizer.step(context_id)
-    owners = zrpc.rpc_sync("worker2", step_here, (optimizer, rref))
-    assert owners == {"worker1", "worker2"}
-    assert optimizer.param_groups[0]["lr"], PARAMETERS["w"].tolist() == (0.5, [0.25, 1.25, 2.25])
+def parameter(mesh: Mesh, name: str = "w") -> Parameter:
+    """A parameter of worker1, 0, whose ``.grad`` is 7, a gradient of ordinary training."""
+    rref: Parameter = mesh.run(0, make, name, 1, (0.0,))
+    PARAMETERS[name].grad = torch.full((1,), 7.0, dtype=torch.float64)
+    return rref
 
 
-def test_the_repr_names_the_owners(caller: Mesh) -> None:
-    rrefs = [make("a", 1), make("b", 2)]
-    text = repr(DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1))
-    assert "worker1" in text
-    assert "worker2" in text
+def state_of(name: str = "w") -> tuple[float, float]:
+    """A parameter's value and its ``.grad``."""
+    found = PARAMETERS[name]
+    assert found.grad is not None
+    return found.item(), found.grad.item()
 
 
-def make_parameter() -> Parameter:
-    return zrpc.RRef(torch.ones(2, requires_grad=True))
+def on_accumulated(hook: Callable[[Any], None], name: str = "w") -> None:
+    PARAMETERS[name].register_post_accumulate_grad_hook(hook)
 
 
-@pytest.mark.zrpc(workers=3, processes=True, timeout=60)
-def test_a_dead_owner_fails_the_step(mesh: Mesh) -> None:
-    future = mesh.submit(0, optimize_two)
-    future.result(WAIT_SECONDS)
-    mesh.kill("worker2")
-    with pytest.raises(ConnectionError, match="worker2"):
-        mesh.submit(0, step_of_two).result(WAIT_SECONDS)
+def test_a_hook_that_steps(mesh: Mesh) -> None:
+    """The step uses the gradient that has just been accumulated; the hook may then clear it."""
+    w = parameter(mesh)
+
+    def run() -> Any:
+        optimizer = DistributedOptimizer(SGD, [w], lr=1.0)
+        with dist_autograd.context() as context_id:
+
+            def step(_: torch.Tensor) -> None:
+                with mesh.agent(0).as_current():
+                    optimizer.step(context_id)
+                    optimizer.zero_grad()
+
+            on_accumulated(step)
+            for _ in range(2):
+                dist_autograd.backward(context_id, [zrpc.rpc_sync("worker1", use, (w, 3.0))])
+            return gradients(w, context_id)
+
+    assert mesh.submit(0, run).result(SOON) is None
+    assert state_of() == (-6.0, 7.0)
 
 
-def optimize_two() -> None:
-    agent = zrpc.agent.current.current_agent()
-    rrefs = [zrpc.rpc_sync(f"worker{rank}", make_parameter) for rank in (1, 2)]
-    agent.test_optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
+@pytest.mark.system
+def test_trainers_without_locks_over_parameters_with_hooks(mesh: Mesh) -> None:
+    """Hogwild: each step uses the gradients of its own context, and none is lost."""
+    trainers, rounds = 4, 10
+    names = ("a", "b")
+    rrefs = [parameter(mesh, name) for name in names]
+    hooked: list[float] = []
+    for name in names:
+        on_accumulated(lambda p: hooked.append(p.grad.item()), name)
 
+    def train(number: int) -> None:
+        with mesh.agent(0).as_current():
+            optimizer = DistributedOptimizer(SGD, rrefs, lr=1.0)
+            for _ in range(rounds):
+                step_over(optimizer, *rrefs, factor=number + 1.0)
 
-def step_of_two() -> None:
-    agent = zrpc.agent.current.current_agent()
-    optimizer = agent.__dict__.pop("test_optimizer")
-    with dist_autograd.context() as context_id:
-        optimizer.step(context_id)
-
-
-@pytest.mark.parametrize("dead", [1, 2])
-def test_the_other_owner_steps_if_one_is_dead_already(mesh: Mesh, dead: int) -> None:
-    """As if it died during the step; and the step waits for the other one."""
-    living = 3 - dead
-    with mesh.agent(0).as_current(), dist_autograd.context() as context_id:
-        rrefs = [make(f"w{rank}", rank) for rank in (1, 2)]
-        optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.5)
-        run_backward(context_id, rrefs)
-        mesh.agent(dead).close()
-        until(lambda: dead in mesh.agent(0).membership.lost)
-        with pytest.raises(zrpc.OwnerDied, match=f"worker{dead}"):
-            optimizer.step(context_id)
-        assert PARAMETERS[f"w{living}"].tolist() == [0.5, 1.5, 2.5]
+    with ThreadPoolExecutor(trainers) as pool:
+        list(pool.map(train, range(trainers)))
+    total = rounds * sum(range(1, trainers + 1))
+    assert [state_of(name) for name in names] == [(-total, 7.0)] * 2
+    assert sorted(hooked) == sorted([n + 1.0 for n in range(trainers)] * rounds * len(names))

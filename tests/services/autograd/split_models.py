@@ -22,15 +22,13 @@ from torch.utils._pytree import tree_map_only
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.support.identity import here
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.agent.current import find_agent
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.services.autograd.service import AutogradService
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
 
-# No wait of these tests is longer, in seconds.
-SOON = 20.0
 # The error of a context that a worker does not know, up to its id.
 UNKNOWN = "Could not find autograd context with id: "
 
@@ -63,6 +61,16 @@ def layer(rank: int, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ W[rank])
 
 
+def there_and_back(x: torch.Tensor) -> Any:
+    return call("worker0", layer, 0, call("worker2", layer, 2, layer(1, x)))
+
+
+def round_trip() -> Any:
+    """Through all workers, and twice through the caller."""
+    x = layer(0, X)
+    return (x + call("worker1", there_and_back, x)).sum()
+
+
 def layers(mesh: Mesh) -> list[AutogradService]:
     return [mesh.agent(name).service(AutogradService) for name in mesh]
 
@@ -81,21 +89,27 @@ def gradients(mesh: Mesh, context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     return total
 
 
+def holders(mesh: Mesh, context_id: int) -> list[set[torch.Tensor]]:
+    """The leaves whose gradients each worker holds."""
+    return [set(gradients_at(mesh, rank, context_id)) for rank in range(len(mesh))]
+
+
 def roots_of(value: Any) -> list[torch.Tensor]:
     return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
+def step(mesh: Mesh, model: Model, passes: int = 1) -> dict[torch.Tensor, torch.Tensor]:
+    """The gradients of a model that this worker runs, of all workers."""
+    with dist_autograd.context() as context_id:
+        roots = roots_of(model())
+        for number in range(passes):
+            dist_autograd.backward(context_id, roots, retain_graph=number < passes - 1)
+        return gradients(mesh, context_id)
+
+
 def train(mesh: Mesh, model: Model, passes: int = 1) -> dict[torch.Tensor, torch.Tensor]:
     """The gradients of a model that worker0 runs, of all workers."""
-
-    def run() -> dict[torch.Tensor, torch.Tensor]:
-        with dist_autograd.context() as context_id:
-            roots = roots_of(model())
-            for number in range(passes):
-                dist_autograd.backward(context_id, roots, retain_graph=number < passes - 1)
-            return gradients(mesh, context_id)
-
-    found = mesh.run(0, run)
+    found = mesh.run(0, step, mesh, model, passes)
     assert_freed(mesh)
     return found
 

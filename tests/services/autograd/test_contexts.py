@@ -1,11 +1,13 @@
-"""Contexts: their ids, what they refuse, and what is left of calls whose context has ended."""
+"""Contexts: their ids, what they refuse, their end, and what is left of calls after that."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,27 +16,30 @@ import torch
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
-    SOON,
     UNKNOWN,
+    Held,
     W,
     X,
     assert_freed,
     call,
+    gradients,
     gradients_at,
+    holders,
     layer,
     layers,
+    settle,
 )
 from tests.support.identity import Same, here
-from tests.support.waiting import until
+from tests.support.steps import at_step, interrupt, some_steps
+from tests.support.waiting import SOON, until
 from zrpc.services.autograd.contexts import PASS_LAYOUT
-from zrpc.services.autograd.service import AutogradService
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 from zrpc.wire.kind import Kind, Tag
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 
-def draw(count: Any) -> Any:
+def draw(count: int) -> list[int]:
     ids = []
     for _ in range(count):
         with dist_autograd.context() as context_id:
@@ -43,106 +48,71 @@ def draw(count: Any) -> Any:
 
 
 def test_ids_are_those_of_torch(mesh: Mesh) -> None:
+    """Also if many threads draw at the same worker."""
     for rank in range(3):
         assert mesh.run(rank, draw, 3) == [(rank << 48) + number for number in range(3)]
 
-
-def test_ids_are_unique(mesh: Mesh) -> None:
-    """Also where backward passes and many threads draw at the same worker."""
-    found = []
-
-    def draw_here() -> None:
+    def draw_here(_: int) -> list[int]:
         with mesh.agent(1).as_current():
-            found.extend(draw(50))
+            return draw(50)
 
-    threads = [threading.Thread(target=draw_here) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    found.extend(mesh.run(0, draw, 50))
-    assert len(set(found)) == len(found) == 450
-    assert all(isinstance(context_id, int) for context_id in found)
+    with ThreadPoolExecutor(8) as pool:
+        found = [each for drawn in pool.map(draw_here, range(8)) for each in drawn]
+    assert sorted(found) == [(1 << 48) + number for number in range(3, 403)]
 
 
-def test_contexts_are_not_nested(mesh: Mesh) -> None:
-    def nest() -> Any:
-        with dist_autograd.context() as outer:
-            with (
-                pytest.raises(RuntimeError, match="Already have an autograd context id for this"),
-                dist_autograd.context(),
-            ):
-                pytest.fail("nested")
-            return outer, dist_autograd.get_gradients(outer)
-
-    _, found = mesh.run(0, nest)
-    assert found == {}
-    assert mesh.run(0, draw, 1)
-
-
-def test_a_handler_is_in_its_callers_context(caller: Mesh) -> None:
-    def nest() -> None:
-        with pytest.raises(RuntimeError, match="Already have an autograd context id"):
-            draw(1)
-
-    with dist_autograd.context():
-        call("worker1", nest)
-        call("worker2", call, "worker1", nest)
-    assert len(call("worker1", draw, 1)) == 1
-
-
-def test_one_object_for_many_blocks(caller: Mesh) -> None:
-    """As torch's, which a program may keep, also from before there is an agent."""
+def test_contexts_are_not_nested(caller: Mesh) -> None:
+    """A handler is in its caller's. The same object can be used for many blocks, as torch's."""
+    assert isinstance(dist_autograd.context, type)
+    assert dist_autograd.is_available()
     context = dist_autograd.context()
 
-    with context as first, pytest.raises(RuntimeError, match="Already have"):
-        context.__enter__()
+    def nest() -> None:
+        with pytest.raises(RuntimeError, match="Already have an autograd context id for this"):
+            draw(1)
+
+    with context as first:
+        nest()
+        call("worker1", nest)
+        call("worker2", call, "worker1", nest)
+        with pytest.raises(RuntimeError, match="Already have"):
+            context.__enter__()
+        assert dist_autograd.get_gradients(first) == {}
     with pytest.raises(KeyError), context:
         raise KeyError("in the block")
     with context as last:
         dist_autograd.backward(last, [call("worker1", layer, 1, X).sum()])
-        first, last, gradient = first, last, dist_autograd.get_gradients(last)[X]
+        found = dist_autograd.get_gradients(last)
+        gradient = found.pop(X)
+        assert set(dist_autograd.get_gradients(last)) == {X}  # `found` was a copy
     assert last == first + 2
     torch.testing.assert_close(gradient, torch.autograd.grad(layer(1, X).sum(), X)[0])
+    assert len(call("worker1", draw, 1)) == 1
     assert_freed(caller)
-
-
-def test_it_is_a_class_as_in_torch() -> None:
-    assert isinstance(dist_autograd.context, type)
-    assert dist_autograd.is_available()
 
 
 def test_without_an_agent() -> None:
-    with (
-        pytest.raises(RuntimeError, match="RPC has not been initialized"),
-        dist_autograd.context(),
+    for use in (
+        dist_autograd.context().__enter__,
+        lambda: dist_autograd.get_gradients(0),
+        lambda: dist_autograd.backward(0, [X.sum()]),
     ):
-        pytest.fail("a context without an agent")
-    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
-        dist_autograd.get_gradients(0)
-    with pytest.raises(RuntimeError, match="RPC has not been initialized"):
-        dist_autograd.backward(0, [X.sum()])
+        with pytest.raises(RuntimeError, match="RPC has not been initialized"):
+            use()
 
 
-@pytest.mark.parametrize("context_id", [99, -1, 1 << 48, (1 << 62) + 1])
-def test_unknown_contexts(caller: Mesh, context_id: Any) -> None:
-    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-        dist_autograd.get_gradients(context_id)
-    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-        dist_autograd.backward(context_id, [X.sum()])
-
-
-def test_a_context_that_has_ended(caller: Mesh) -> None:
-    with dist_autograd.context() as context_id:
+def test_contexts_that_are_unknown_or_have_ended(caller: Mesh) -> None:
+    with dist_autograd.context() as ended:
         loss = call("worker1", layer, 1, X).sum()
-        dist_autograd.backward(context_id, [loss])
-    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-        dist_autograd.get_gradients(context_id)
-    with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
-        dist_autograd.backward(context_id, [loss])
+        dist_autograd.backward(ended, [loss])
+    for context_id in (ended, 99, -1, 1 << 48, (1 << 62) + 1):
+        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+            dist_autograd.get_gradients(context_id)
+        with pytest.raises(RuntimeError, match=f"{UNKNOWN}{context_id}$"):
+            dist_autograd.backward(context_id, [loss])
     assert_freed(caller)
     with pytest.raises(RuntimeError, match=UNKNOWN):
-        caller.run(1, dist_autograd.get_gradients, context_id)
+        caller.run(1, dist_autograd.get_gradients, ended)
 
 
 def test_torchs_own_backward_on_what_was_received(caller: Mesh) -> None:
@@ -153,164 +123,13 @@ def test_torchs_own_backward_on_what_was_received(caller: Mesh) -> None:
     assert X.grad is None
 
 
-def test_get_gradients_gives_a_copy(caller: Mesh) -> None:
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-        found = dist_autograd.get_gradients(context_id)
-        assert isinstance(found, dict)
-        found.clear()
-        assert set(dist_autograd.get_gradients(context_id)) == {X}
-
-
 def test_backward_begins_at_a_worker_that_did_not_make_the_context(caller: Mesh) -> None:
     def there(x: Any) -> None:
-        loss = (layer(1, x) * call("worker2", layer, 2, x)).sum()
-        context_id = layers(caller)[1].contexts.current()
-        dist_autograd.backward(context_id, [loss])
+        dist_autograd.backward([(layer(1, x) * call("worker2", layer, 2, x)).sum()])
 
     with dist_autograd.context() as context_id:
         call("worker1", there, X * 2)
-        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
-            {X},
-            {W[1]},
-            {W[2]},
-        ]
-    assert_freed(caller)
-
-
-ENDED = "whose context had ended"
-
-
-class Held(Same):
-    """A layer of worker1 that waits until the test lets it go on."""
-
-    def __init__(self) -> None:
-        self.entered, self._may_go_on = threading.Event(), threading.Event()
-
-    def __call__(self, x: torch.Tensor) -> dict[str, Any]:
-        self.entered.set()
-        assert self._may_go_on.wait(SOON)
-        return {"numbers": [1, layer(1, x)]}
-
-    def go_on(self) -> None:
-        self._may_go_on.set()
-
-
-@pytest.fixture
-def held() -> Iterator[Held]:
-    held = Held()
-    yield held
-    held.go_on()
-
-
-@contextmanager
-def receiving_nothing(mesh: Mesh, rank: int) -> Iterator[None]:
-    """Holds up what comes to a worker."""
-    held, may_go_on = threading.Event(), threading.Event()
-    mesh.agent(rank).receiver.in_io_thread(lambda: (held.set(), may_go_on.wait(SOON)))
-    assert held.wait(SOON)
-    try:
-        yield
-    finally:
-        may_go_on.set()
-
-
-def tensor_of(value: dict[str, Any]) -> torch.Tensor:
-    """The tensor in a `Held`'s value, which has arrived as it was sent."""
-    found: torch.Tensor = value["numbers"][1]
-    torch.testing.assert_close(found.detach(), layer(1, X).detach())
-    return found
-
-
-def assert_refused(read: Callable[[], dict[str, Any]]) -> None:
-    """No pass goes through what is read: neither one of another context, nor torch's own."""
-    with dist_autograd.context() as context_id:
-        tensor = tensor_of(read())
-        loss = (tensor * call("worker2", layer, 2, X)).sum()
-        with pytest.raises(zrpc.RpcError, match=ENDED):
-            dist_autograd.backward(context_id, [loss])
-        with pytest.raises(zrpc.RpcError):
-            tensor.sum().backward()  # type: ignore[no-untyped-call]
-    assert tensor.requires_grad
-    assert not tensor.is_leaf
-
-
-WAYS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
-    "rpc_async": (zrpc.rpc_async, lambda future: future.wait()),
-    "remote": (zrpc.remote, lambda rref: rref.to_here()),
-}
-
-
-def begin_in_a_context(way: str, fn: Any) -> Any:
-    with dist_autograd.context():
-        return WAYS[way][0]("worker1", fn, (X,))
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_answer_that_comes_after_the_end(mesh: Mesh, held: Held, way: str) -> None:
-    begun = mesh.run(0, begin_in_a_context, way, held)
-    assert held.entered.wait(SOON)
-    assert_freed(mesh)
-    held.go_on()
-    mesh.run(0, assert_refused, lambda: WAYS[way][1](begun))
-    assert_freed(mesh)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_an_answer_that_comes_before_the_end(caller: Mesh, held: Held, way: str) -> None:
-    held.go_on()
-
-    with dist_autograd.context():
-        begun = WAYS[way][0]("worker1", held, (X,))
-        value = WAYS[way][1](begun)
-    caller.run(0, assert_refused, lambda: value)
-    assert_freed(caller)
-
-
-def test_an_answer_of_a_worker_that_has_not_learnt_of_the_end(mesh: Mesh, held: Held) -> None:
-    future = mesh.run(0, begin_in_a_context, "rpc_async", held)
-    assert held.entered.wait(SOON)
-    with receiving_nothing(mesh, 1):
-        until(lambda: not layers(mesh)[0])
-        held.go_on()
-        until(future.done)
-    mesh.run(0, assert_refused, future.wait)
-    assert_freed(mesh)
-
-
-def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: Held) -> None:
-    seen: list[torch.Tensor] = []
-
-    def cannot_go_back(tensor: torch.Tensor) -> torch.Tensor:
-        with pytest.raises(RuntimeError, match=ENDED):
-            tensor.sum().backward()  # type: ignore[no-untyped-call]
-        seen.append(tensor)
-        return tensor
-
-    def at_worker1(x: torch.Tensor) -> Any:
-        value = held(x)
-        # Both the argument there and the result.
-        cannot_go_back(call("worker2", cannot_go_back, x))
-        return value
-
-    future = mesh.run(0, begin_in_a_context, "rpc_async", here(at_worker1))
-    assert held.entered.wait(SOON)
-    assert_freed(mesh)
-    held.go_on()
-    mesh.run(0, assert_refused, future.wait)
-    assert len(seen) == 2
-    assert_freed(mesh)
-
-
-def test_arguments_that_a_handler_has_kept(caller: Mesh) -> None:
-    kept: list[torch.Tensor] = []
-
-    with dist_autograd.context():
-        call("worker1", lambda x: kept.append(x), X)
-    with dist_autograd.context() as context_id:
-        loss = call("worker1", lambda: (kept[0] * W[1][0]).sum())
-        with pytest.raises(RuntimeError, match=ENDED):
-            dist_autograd.backward(context_id, [loss])
+        assert holders(caller, context_id) == [{X}, {W[1]}, {W[2]}]
     assert_freed(caller)
 
 
@@ -326,7 +145,146 @@ def test_a_message_about_a_context_that_nobody_can_have_made(mesh: Mesh, context
     assert_freed(mesh)
 
 
-def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: Held) -> None:
+# Calls whose context ends before they do.
+
+ENDED = "whose context had ended"
+
+
+class HeldLayer(Same):
+    """A layer of worker1 that waits until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self.entered, self._may_go_on = threading.Event(), threading.Event()
+
+    def __call__(self, x: torch.Tensor) -> dict[str, Any]:
+        self.entered.set()
+        assert self._may_go_on.wait(SOON)
+        return {"numbers": [1, layer(1, x)]}
+
+    def go_on(self) -> None:
+        self._may_go_on.set()
+
+
+@pytest.fixture
+def held() -> Iterator[HeldLayer]:
+    held = HeldLayer()
+    yield held
+    held.go_on()
+
+
+@contextlib.contextmanager
+def receiving_nothing(mesh: Mesh, rank: int) -> Iterator[None]:
+    """Holds up what comes to a worker."""
+    held, may_go_on = threading.Event(), threading.Event()
+    mesh.agent(rank).receiver.in_io_thread(lambda: (held.set(), may_go_on.wait(SOON)))
+    assert held.wait(SOON)
+    try:
+        yield
+    finally:
+        may_go_on.set()
+
+
+def tensor_of(value: dict[str, Any]) -> torch.Tensor:
+    """The tensor in a `HeldLayer`'s value, which has arrived as it was sent."""
+    found: torch.Tensor = value["numbers"][1]
+    torch.testing.assert_close(found.detach(), layer(1, X).detach())
+    return found
+
+
+def assert_refused(*reads: Callable[[], dict[str, Any]]) -> None:
+    """No pass goes through what is read: neither one of another context, nor torch's own."""
+    for read in reads:
+        with dist_autograd.context() as context_id:
+            tensor = tensor_of(read())
+            loss = (tensor * call("worker2", layer, 2, X)).sum()
+            with pytest.raises(zrpc.RpcError, match=ENDED):
+                dist_autograd.backward(context_id, [loss])
+            with pytest.raises(zrpc.RpcError):
+                tensor.sum().backward()  # type: ignore[no-untyped-call]
+        assert tensor.requires_grad
+        assert not tensor.is_leaf
+
+
+def begin_in_a_context(fn: Any, finish: bool = False) -> tuple[Any, Any]:
+    """Calls worker1; returns a future and an RRef, or functions that return their values."""
+    with dist_autograd.context():
+        future, rref = zrpc.rpc_async("worker1", fn, (X,)), zrpc.remote("worker1", fn, (X,))
+        if finish:
+            values = future.wait(), rref.to_here()
+            return lambda: values[0], lambda: values[1]
+    return future, rref
+
+
+def test_answers_that_come_before_the_end(caller: Mesh, held: HeldLayer) -> None:
+    held.go_on()
+    assert_refused(*begin_in_a_context(held, finish=True))
+    assert_freed(caller)
+
+
+def test_answers_that_come_after_the_end(caller: Mesh, held: HeldLayer) -> None:
+    future, rref = begin_in_a_context(held)
+    assert held.entered.wait(SOON)
+    assert_freed(caller)
+    held.go_on()
+    assert_refused(future.wait, rref.to_here)
+    assert_freed(caller)
+
+
+def test_answers_of_a_worker_that_has_not_learnt_of_the_end(mesh: Mesh, held: HeldLayer) -> None:
+    future, rref = mesh.run(0, begin_in_a_context, held)
+    assert held.entered.wait(SOON)
+    with receiving_nothing(mesh, 1):
+        until(lambda: not layers(mesh)[0])
+        held.go_on()
+        until(future.done)
+    mesh.run(0, assert_refused, future.wait, rref.to_here)
+    assert_freed(mesh)
+
+
+def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: HeldLayer) -> None:
+    seen: list[torch.Tensor] = []
+
+    def cannot_go_back(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(RuntimeError, match=ENDED):
+            tensor.sum().backward()  # type: ignore[no-untyped-call]
+        seen.append(tensor)
+        return tensor
+
+    def at_worker1(x: torch.Tensor) -> Any:
+        value = held(x)
+        # Both the argument there and the result.
+        cannot_go_back(call("worker2", cannot_go_back, x))
+        return value
+
+    future, rref = mesh.run(0, begin_in_a_context, here(at_worker1))
+    assert held.entered.wait(SOON)
+    assert_freed(mesh)
+    held.go_on()
+    mesh.run(0, assert_refused, future.wait, rref.to_here)
+    assert len(seen) == 4
+    settle(mesh)
+    assert_freed(mesh)
+
+
+def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(caller: Mesh) -> None:
+    """It is held up on its way."""
+
+    def late(x: Any) -> bool:
+        call("worker2", layer, 2, x)
+        return x.requires_grad
+
+    with contextlib.ExitStack() as stack:
+        with dist_autograd.context():
+            call("worker1", layer, 1, X)
+            stack.enter_context(receiving_nothing(caller, 1))
+            future = zrpc.rpc_async("worker1", here(late), (X,))
+        until(lambda: not layers(caller)[0])
+    assert future.wait()
+    settle(caller)
+    assert_freed(caller)
+
+
+def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: HeldLayer) -> None:
     """worker0 leaves; so the context ends, and then worker1 answers worker2."""
     found: list[Any] = []
     done = threading.Event()
@@ -341,9 +299,9 @@ def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: Held) -> No
             assert held.entered.wait(SOON)
             zrpc.shutdown(graceful=False)
 
+    services = layers(mesh)
     mesh.run(0, run)
-    services = [mesh.agent(rank).service(AutogradService) for rank in (1, 2)]
-    until(lambda: not any(map(len, services)))
+    until(lambda: not any(map(len, services[1:])))
     held.go_on()
     assert done.wait(SOON)
 
@@ -357,11 +315,10 @@ def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: Held) -> No
     mesh.run(2, use)
 
 
-def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: Held) -> None:
-    future = caller.run(0, begin_in_a_context, "rpc_async", held)
+def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: HeldLayer) -> None:
+    future, _ = begin_in_a_context(held)
     assert_freed(caller)
     held.go_on()
-
     expected = torch.autograd.grad((layer(1, X).detach() * layer(2, X)).sum(), [X])[0]
     value = tensor_of(future.wait())
     with dist_autograd.context() as context_id:
@@ -369,3 +326,137 @@ def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: Held) -
         loss = (value.detach() * call("worker2", layer, 2, X)).sum()
         dist_autograd.backward(context_id, [loss])
         torch.testing.assert_close(dist_autograd.get_gradients(context_id)[X], expected)
+
+
+# The end frees what contexts held, at all workers.
+
+
+def test_the_end_frees_workers_that_only_others_know(caller: Mesh) -> None:
+    """Calls without tensors take a worker part too."""
+    with dist_autograd.context():
+        call("worker1", call, "worker2", call, "worker1", max, 1, 2)
+        until(lambda: [len(layer) for layer in layers(caller)] == [1, 1, 1])
+    assert_freed(caller)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_context_held_is_freed(mesh: Mesh, fails: bool) -> None:
+    """Its state, activations at all workers, gradients, and messages that nobody asked for."""
+    watched = []
+
+    def watch(value: Any) -> Any:
+        watched.append(weakref.ref(value))
+        return value
+
+    def there(x: Any) -> Any:
+        y = watch(watch(x) * watch(W[1] * 2)[0])
+        if fails:
+            y.register_hook(lambda _: 1 / 0)
+        return y
+
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            far = watch(call("worker1", there, watch(X * 2)))
+            call("worker1", there, watch(X * 3))
+            raises = pytest.raises(RuntimeError, match="Error on Node 1")
+            with raises if fails else contextlib.nullcontext():
+                dist_autograd.backward(context_id, [far.sum()], retain_graph=True)
+            for gradient in gradients(mesh, context_id).values():
+                watch(gradient)
+            for service in layers(mesh)[:2]:
+                watch(service.contexts.find(context_id))
+
+    mesh.run(0, run)
+    assert len(watched) == (11 if fails else 13)
+    assert_freed(mesh)
+    until(lambda: not any(ref() is not None for ref in watched), "all is freed", collect=True)
+
+
+@pytest.mark.system
+def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mesh) -> None:
+    def begin_and_end() -> None:
+        with dist_autograd.context():
+            for name in ("worker1", "worker2"):
+                call(name, max, 1, 2)
+
+    with mesh.agent(0).as_current():
+        for number in some_steps(begin_and_end):
+            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt):
+                begin_and_end()
+            assert_freed(mesh)
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3, timeout=60, faults=True, options={"heartbeat_timeout": 1.0})
+def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(caller: Mesh) -> None:
+    """The others still reach the creator. The end of the context frees them, as always."""
+    with dist_autograd.context() as context_id:
+        call("worker1", call, "worker2", max, 1, 2)
+        loss = call("worker2", layer, 2, X).sum()
+        with faults.cut(caller, 0, 1):
+            for this, lost in ((0, 1), (1, 0)):
+                member = caller.agent(lost).worker_info.member_id
+                lost_here = caller.agent(this).membership.lost
+                until(lambda lost_here=lost_here, member=member: member in lost_here)
+            # What worker1 says of that arrives before this, and what worker2 makes of it.
+            caller.run(1, zrpc.rpc_sync, "worker2", max, (1, 2))
+            call("worker2", max, 1, 2)
+            dist_autograd.backward(context_id, [loss])
+            found = gradients_at(caller, 2, context_id)[W[2]]
+    torch.testing.assert_close(found, torch.autograd.grad(layer(2, X).sum(), [W[2]])[0])
+    assert_freed(caller)
+
+
+class SlowSet(set[int]):
+    """Workers to which worker2 is added slowly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adding, self.go = threading.Event(), threading.Event()
+
+    def add(self, peer: int) -> None:
+        if peer == 2:
+            self.adding.set()
+            assert self.go.wait(SOON)
+        super().add(peer)
+
+
+def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
+    """The end must go to that worker, too."""
+    contexts = layers(mesh)[1].contexts
+    peers, ending = SlowSet(), threading.Event()
+    release = contexts.release
+
+    def note_end(*args: Any, **more: Any) -> None:
+        ending.set()
+        release(*args, **more)
+
+    contexts.release = note_end  # type: ignore[method-assign]
+
+    def bring_in(x: Any) -> Any:
+        state = contexts.find(contexts.current())
+        peers.update(state.peers)
+        state.peers = peers
+        return call("worker2", layer, 2, x).detach()
+
+    with mesh.agent(0).as_current():
+        with dist_autograd.context():
+            future = zrpc.rpc_async("worker1", here(bring_in), (X,))
+            assert peers.adding.wait(SOON)
+        assert ending.wait(SOON)
+        peers.go.set()
+        future.wait()
+    settle(mesh)
+    assert_freed(mesh)
+
+
+def test_the_end_of_a_context_is_lost(mesh: Mesh) -> None:
+    """With a connection that breaks; it is asked for when that is noticed."""
+    agent, lost = mesh.agent(1), Held(mesh, Kind.RELEASE, 0, 1)
+    with mesh.agent(0).as_current(), dist_autograd.context():
+        call("worker1", call, "worker2", max, 1, 2)
+    assert lost.any.is_set()
+    lost.release(send=False)
+    agent.receiver.in_io_thread(lambda: agent.dispatcher.count_missing(0, 0, 0))
+    for service in layers(mesh)[1:]:
+        until(lambda s=service: not len(s), "a worker is told", within=3.0)

@@ -68,15 +68,6 @@ def test_a_tensor_of_another_context_leads_nowhere() -> None:
             used.use(MemberId(0), {0: (MemberId(3), 1, place)})
 
 
-def test_a_tensor_of_too_many_sources_is_left_out() -> None:
-    tracer = Tracer(CONTEXT)
-    [one], [other] = receive(1, 1), receive(1, 2)
-    leaf = torch.ones(2, requires_grad=True)
-    sent = {(5, 0): tracer.reach(one * leaf), (5, 1): tracer.reach(one * other)}
-    assert tracer.sources(sent, 1) == Sources({0: (MemberId(1), 1, 0)}, {(5, 0): 1})
-    assert tracer.sources(sent).sets.keys() == sent.keys()
-
-
 # A mesh in which tensor n was sent by worker n % 3 as n + 1, and may depend on tensors with lower
 # numbers that this worker has received.
 GRAPHS = st.lists(st.sets(st.integers(0, 30), max_size=4), min_size=1, max_size=30).map(

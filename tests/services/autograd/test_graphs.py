@@ -1,9 +1,10 @@
-"""Gradients across workers equal those of the same model in one process, for graphs of any form."""
+"""Graphs of any form over several workers have the gradients of one process; and their roots."""
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +16,7 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     LEAVES,
-    SOON,
+    UNKNOWN,
     W,
     X,
     assert_as_local,
@@ -23,181 +24,196 @@ from tests.services.autograd.split_models import (
     call,
     gradients,
     gradients_at,
+    holders,
     layer,
     leaf,
     local_gradients,
-    posted,
+    round_trip,
+    there_and_back,
     train,
 )
 from tests.support.identity import here
+from tests.support.waiting import SOON
 from zrpc.agent.current import find_agent
 from zrpc.testing import Mesh
-from zrpc.wire.kind import Kind
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 
-def test_the_same_leaf_at_two_workers(caller: Mesh) -> None:
-    """Their gradients are held apart, each by the worker that used it."""
-    with dist_autograd.context() as context_id:
-        loss = (call("worker1", layer, 1, X @ W[1])).sum()
-        dist_autograd.backward(context_id, [loss])
-        here, there, nowhere = [gradients_at(caller, rank, context_id) for rank in range(3)]
-    [expected] = local_gradients(lambda: layer(1, X @ W[1]).sum(), [W[1]])
-    torch.testing.assert_close(here[W[1]] + there[W[1]], expected)
-    assert X in here
-    assert X not in there
-    assert nowhere == {}
+def test_each_worker_has_the_gradients_of_the_leaves_that_it_used(caller: Mesh) -> None:
+    """What is received in a context is no leaf; and an unused one has no gradient."""
 
-
-def test_a_context_without_any_message(mesh: Mesh) -> None:
-    assert_as_local(mesh, lambda: layer(0, X).sum(), LEAVES)
-
-
-def test_a_leaf_that_was_received_outside_of_the_context(caller: Mesh) -> None:
-    """It is a leaf of the worker that received it."""
-    received = zrpc.rpc_sync("worker1", torch.ones, args=(3,), kwargs={"requires_grad": True})
-    assert received.is_leaf
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [call("worker1", lambda x: x * 3, received).sum()])
-        torch.testing.assert_close(
-            dist_autograd.get_gradients(context_id)[received], torch.full((3,), 3.0)
-        )
-
-
-def test_a_leaf_that_is_sent_has_its_gradient_at_its_own_worker(caller: Mesh) -> None:
-    """What is received in a context is no leaf."""
-
-    def check(x: Any) -> Any:
+    def use(x: Any) -> Any:
         assert not x.is_leaf
-        return x * 2
+        return layer(1, x)
 
     with dist_autograd.context() as context_id:
-        received = call("worker1", lambda: W[1])
+        received = call("worker1", lambda: W[2])
         assert not received.is_leaf
-        loss = (call("worker1", check, X) * received.sum()).sum()
+        call("worker2", layer, 2, X)
+        loss = (call("worker1", use, X @ W[1]) * received.sum()).sum()
         dist_autograd.backward(context_id, [loss])
-        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
-            {X},
-            {W[1]},
-            set(),
-        ]
+        assert holders(caller, context_id) == [{X, W[1]}, {W[1], W[2]}, set()]
+        found = gradients(caller, context_id)
+    leaves = [X, W[1], W[2]]
+    expected = local_gradients(lambda: (layer(1, X @ W[1]) * W[2].sum()).sum(), leaves)
+    torch.testing.assert_close([found[each] for each in leaves], expected)
 
 
-def test_a_second_pass_over_a_graph_that_is_kept_adds_up(mesh: Mesh) -> None:
-    def model() -> Any:
-        x = layer(0, X)
-        return (x + call("worker1", layer, 1, call("worker2", layer, 2, x))).sum()
-
-    assert_as_local(mesh, model, LEAVES, passes=3)
-
-
-def test_a_second_pass_over_a_graph_that_is_gone(caller: Mesh) -> None:
+def test_values_from_outside_of_the_context_are_leaves_where_they_are(caller: Mesh) -> None:
+    made = (torch.ones, (3,), {"requires_grad": True})
+    received, rref = zrpc.rpc_sync("worker1", *made), zrpc.remote("worker1", *made)
     with dist_autograd.context() as context_id:
-        loss = call("worker1", layer, 1, X).sum()
-        dist_autograd.backward(context_id, [loss])
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-            dist_autograd.backward(context_id, [loss])
+        loss = call("worker1", lambda x: x * 3, received) * rref.to_here()
+        dist_autograd.backward(context_id, [loss.sum()])
+        for rank in (0, 1):
+            [found] = gradients_at(caller, rank, context_id).values()
+            assert found.tolist() == [3.0] * 3
+        assert received in gradients_at(caller, 0, context_id)
 
 
-def test_forward_and_backward_twice_in_one_context(caller: Mesh) -> None:
-    """Each loss has a graph of its own, so nothing need be kept."""
+def test_each_loss_of_a_context_can_have_a_pass_of_its_own(caller: Mesh) -> None:
+    """Also one that came in a message with another one: its branch is neither run nor freed."""
     with dist_autograd.context() as context_id:
-        for factor in (1, 2, 3):
-            x = layer(0, X * factor)
-            loss = (x + call("worker1", layer, 1, call("worker2", layer, 2, x))).sum()
+        first, second = call("worker1", lambda: (W[1].sin(), W[1].exp()))
+        for loss in (first.sum(), second.sum(), round_trip()):
             dist_autograd.backward(context_id, [loss])
-        found = [gradients_at(caller, rank, context_id) for rank in range(3)]
-
-    def model() -> Any:
-        xs = [layer(0, X * factor) for factor in (1, 2, 3)]
-        return sum((x + layer(1, layer(2, x))).sum() for x in xs)
-
-    expected = local_gradients(model, LEAVES)
-    torch.testing.assert_close(
-        [found[0][X], found[0][W[0]], found[1][W[1]], found[2][W[2]]], expected
-    )
+        found = gradients(caller, context_id)
+    expected = local_gradients(lambda: [W[1].sin().sum(), W[1].exp().sum(), round_trip()], LEAVES)
+    torch.testing.assert_close([found[each] for each in LEAVES], expected)
 
 
 def checkpointed(rank: Any, x: Any, **options: Any) -> Any:
     return checkpoint(layer, rank, x, **options)
 
 
-def test_checkpoints_within_a_remote_stage(mesh: Mesh) -> None:
-    def model() -> Any:
-        x = call("worker1", checkpointed, 1, X * 2, use_reentrant=False)
-        return (checkpointed(0, x, use_reentrant=False) * x).sum()
-
-    assert_as_local(mesh, model, LEAVES)
+def checkpoints_in_a_stage() -> Any:
+    x = call("worker1", checkpointed, 1, X * 2, use_reentrant=False)
+    return (checkpointed(0, x, use_reentrant=False) * x).sum()
 
 
-def test_a_remote_stage_within_a_checkpoint(mesh: Mesh) -> None:
+def a_stage_in_a_checkpoint() -> Any:
     def stage(x: Any) -> Any:
         return call("worker1", layer, 1, x.sin()).sin()
 
-    def model() -> Any:
-        return checkpoint(stage, X * 2, use_reentrant=False).sum()
-
-    assert_as_local(mesh, model, LEAVES)
+    return checkpoint(stage, X * 2, use_reentrant=False).sum()
 
 
-def test_reentrant_checkpoints_are_refused_by_torch(mesh: Mesh) -> None:
-    def model() -> Any:
-        return call("worker1", checkpointed, 1, X * 2, use_reentrant=True).sum()
+def changed_in_place() -> Any:
+    """What was received; and what was sent, whose message has a copy."""
 
-    with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1.*use_reentrant"):
-        train(mesh, model)
-    assert_as_local(mesh, lambda: call("worker1", layer, 1, X).sum(), LEAVES)
-
-
-def test_changes_in_place_to_what_was_received(mesh: Mesh) -> None:
     def change(x: Any, y: Any) -> Any:
         x.mul_(2).add_(y)
         y[0] = x[1]
         return x, y
 
-    def model() -> Any:
-        x, y = call("worker1", change, X * 1, X.sin())
-        x += y
-        y.clamp_(-0.5, 0.5)
-        return (x * y).sum()
-
-    assert_as_local(mesh, model, LEAVES)
+    sent = X * 2
+    x, y = call("worker1", change, sent, X.sin())
+    x += y
+    y.clamp_(-0.5, 0.5)
+    return (x * y * sent.add_(x.detach())).sum()
 
 
-def test_a_change_in_place_to_what_was_sent(mesh: Mesh) -> None:
-    """The message has a copy, so the change does not reach it."""
-
-    def model() -> Any:
-        x = X * 2
-        far = call("worker1", torch.sin, x)
-        x.add_(far)
-        return (x * far).sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
-def test_a_change_in_place_to_what_backward_needs_is_found(mesh: Mesh) -> None:
-    def model() -> Any:
-        x = call("worker1", torch.exp, X)
-        y = x.exp()
-        y.add_(1)
-        return y.sum()
-
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        train(mesh, model)
-
-
-def test_sections_without_grad(mesh: Mesh) -> None:
+def without_grad() -> Any:
     """A tensor that is sent within ``no_grad`` is not followed from there on."""
+    x = layer(0, X)
+    with torch.no_grad():
+        constant = call("worker1", torch.sin, x)
+    return (call("worker1", layer, 1, x) * constant.detach()).sum()
 
-    def model() -> Any:
-        x = layer(0, X)
-        with torch.no_grad():
-            constant = call("worker1", torch.sin, x)
-        return (call("worker1", layer, 1, x) * constant.detach()).sum()
 
+def a_call_in_inference_mode() -> Any:
+    """What comes from there is used as a constant; the context goes on."""
+
+    other = leaf(3, 3, seed=5)
+
+    def there(x: Any) -> Any:
+        with torch.inference_mode():
+            scale = call("worker2", torch.matmul, x, other)
+        return x @ W[1] * scale.clone()
+
+    return (call("worker1", there, layer(0, X)) + call("worker1", layer, 1, X)).sum()
+
+
+def nodes_of_new_threads() -> Any:
+    """The first has the lowest sequence number; worker1 needs its gradient before it answers."""
+    results: list[torch.Tensor] = []
+
+    def in_new_thread(fn: Any, *args: Any) -> Any:
+        thread = threading.Thread(target=lambda: results.append(fn(*args)))
+        thread.start()
+        thread.join(SOON)
+        return results.pop()
+
+    y = call("worker1", layer, 1, X.sin())
+    z = in_new_thread(torch.tanh, y)
+    return sum(in_new_thread(torch.mul, z, factor).sum() for factor in range(1, 9))
+
+
+class Split(torch.autograd.Function):
+    """Several outputs, not all of them differentiable, without gradients for unused ones."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.set_materialize_grads(False)
+        order = x.argsort()
+        ctx.mark_non_differentiable(order)
+        return x.sin(), x * 2, order
+
+    @staticmethod
+    def backward(ctx: Any, first: Any, second: Any, order: Any) -> Any:
+        assert first is None
+        return second * 2
+
+
+def unused_outputs() -> Any:
+    _, used, order = call("worker1", lambda x: Split.apply(layer(1, x)), X)
+    assert not order.requires_grad
+    return used.sum()
+
+
+class Nested(torch.autograd.Function):
+    """Has torch differentiate in the backward pass, and calls there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            [found] = torch.autograd.grad(x.exp(), x, gradient)
+        return call("worker2", torch.mul, found, 2)
+
+
+def functions_that_call() -> Any:
+    return call("worker1", lambda x: Nested.apply(layer(1, x)), Nested.apply(X)).sum()
+
+
+MODELS = [
+    lambda: layer(0, X).sum(),
+    checkpoints_in_a_stage,
+    a_stage_in_a_checkpoint,
+    changed_in_place,
+    without_grad,
+    a_call_in_inference_mode,
+    nodes_of_new_threads,
+    unused_outputs,
+    functions_that_call,
+]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.__name__)
+def test_a_model_has_the_gradients_of_one_process(mesh: Mesh, model: Callable[[], Any]) -> None:
     assert_as_local(mesh, model, LEAVES)
+
+
+def test_reentrant_checkpoints_are_refused_by_torch(mesh: Mesh) -> None:
+    with pytest.raises(RuntimeError, match=r"(?s)Error on Node 1.*use_reentrant"):
+        train(mesh, lambda: call("worker1", checkpointed, 1, X * 2, use_reentrant=True).sum())
 
 
 class Shifted:
@@ -216,27 +232,15 @@ def _shifted(tensor: Any) -> Any:
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_result_that_is_waited_for_without_grad(mesh: Mesh, mode: Any) -> None:
-    def compute(x: Any) -> Any:
-        return Shifted(layer(1, x))
-
     def model() -> Any:
         if find_agent() is None:
             return (_shifted(layer(1, X)).tensor ** 2).sum()
-        future = zrpc.rpc_async("worker1", here(compute), (X,))
+        future = zrpc.rpc_async("worker1", here(lambda x: Shifted(layer(1, x))), (X,))
         with mode():
             result = future.wait()
         return (result.tensor**2).sum()
 
     assert_as_local(mesh, model, LEAVES)
-
-
-@contextmanager
-def default_device() -> Iterator[None]:
-    torch.set_default_device("meta")
-    try:
-        yield
-    finally:
-        torch.set_default_device(None)
 
 
 @contextmanager
@@ -249,186 +253,179 @@ def default_dtype() -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def in_device() -> Any:
+def default_device() -> Any:
     return torch.device("meta")
 
 
-DEFAULTS = pytest.mark.parametrize(
-    "defaults", [default_device, in_device, default_dtype], ids=lambda f: f.__name__
-)
-
-
-def there_and_back(x: Any) -> Any:
-    return call("worker0", layer, 0, call("worker2", layer, 2, layer(1, x)))
-
-
-def model() -> Any:
-    x = layer(0, X)
-    return (x + call("worker1", there_and_back, x)).sum()
-
-
 def check(found: Any) -> None:
-    for at, expected in zip(LEAVES, local_gradients(model, LEAVES), strict=True):
+    for at, expected in zip(LEAVES, local_gradients(round_trip, LEAVES), strict=True):
         torch.testing.assert_close(found[at], expected)
 
 
-@DEFAULTS
-def test_defaults_where_a_pass_begins(caller: Mesh, defaults: Any) -> None:
-    with defaults(), dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [model()])
-        check(gradients(caller, context_id))
-    assert_freed(caller)
+@pytest.mark.parametrize("defaults", [default_device, default_dtype])
+def test_defaults_of_a_thread_do_not_matter(caller: Mesh, defaults: Any) -> None:
+    """Neither where a pass begins, nor those of a handler."""
 
-
-@DEFAULTS
-def test_defaults_of_a_handler(mesh: Mesh, defaults: Any) -> None:
     def there(x: Any) -> Any:
         with defaults():
             return there_and_back(x)
 
-    check(train(mesh, lambda: (lambda x: (x + call("worker1", there, x)).sum())(layer(0, X))))
+    with defaults(), dist_autograd.context() as context_id:
+        x = layer(0, X)
+        dist_autograd.backward(context_id, [(x + call("worker1", there, x)).sum()])
+        check(gradients(caller, context_id))
+    assert_freed(caller)
 
 
-def test_a_handler_that_calls_in_inference_mode(mesh: Mesh) -> None:
-    """What comes from there is used as a constant; the context goes on."""
-    w = leaf(3, seed=5)
-
-    def there(x: Any) -> Any:
-        with torch.inference_mode():
-            scale = call("worker2", layer, 2, x)
-        return x * w * scale.clone()
-
-    def model() -> Any:
-        return (call("worker1", there, layer(0, X)) + call("worker1", layer, 1, X)).sum()
-
-    leaves = [X, W[0], W[1], w]
-    expected = local_gradients(model, leaves)
-    found = train(mesh, model)
-    for at, gradient in zip(leaves, expected, strict=True):
-        torch.testing.assert_close(found[at], gradient)
-
-
-def test_a_context_that_begins_in_inference_mode(mesh: Mesh) -> None:
+def test_a_context_that_begins_in_inference_mode(caller: Mesh) -> None:
     """Its first message is sent there, outside of the graph."""
-
-    def run() -> Any:
-        with torch.inference_mode():
-            block = dist_autograd.context()
-            context_id = block.__enter__()
-            call("worker1", layer, 1, X)
-        try:
-            dist_autograd.backward(context_id, [model()])
-            return gradients(mesh, context_id)
-        finally:
-            block.__exit__(None, None, None)
-
-    check(mesh.run(0, run))
+    block = dist_autograd.context()
+    with torch.inference_mode():
+        context_id = block.__enter__()
+        call("worker1", layer, 1, X)
+    try:
+        dist_autograd.backward(context_id, [round_trip()])
+        check(gradients(caller, context_id))
+    finally:
+        block.__exit__(None, None, None)
 
 
-def trained(_: torch.Tensor) -> torch.Tensor:
-    """A handler that trains by itself and returns its loss for the log."""
-    weight = W[1]
-    loss = (weight**2).sum()
-    (gradient,) = torch.autograd.grad(loss, weight)
-    assert gradient.any()
+def trained() -> torch.Tensor:
+    """What a handler returns that trains by itself."""
+    loss = (W[1] ** 2).sum()
+    torch.autograd.grad(loss, W[1])
     return loss
 
 
-def changed_in_place(x: torch.Tensor) -> torch.Tensor:
+def saved_and_changed() -> torch.Tensor:
     saved = W[1].exp()
-    result = saved * x
+    result = saved * 2
     with torch.no_grad():
         saved.zero_()
     return result
 
 
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        raise ValueError("run by mistake")
+def fail(_: Any) -> None:
+    raise ValueError("called by mistake")
 
 
-def broken(x: torch.Tensor) -> torch.Tensor:
-    return Broken.apply(W[1]) @ x
-
-
-def hooked(x: torch.Tensor) -> torch.Tensor:
-    def fail(gradient: Any) -> None:
-        raise ValueError("called by mistake")
-
+def hooked() -> torch.Tensor:
     inner = W[1] * 2
     inner.register_hook(fail)
     assert inner.grad_fn is not None
     inner.grad_fn.register_prehook(fail)
-    return inner @ x
+    return inner * 2
 
 
-BRANCHES = [trained, changed_in_place, broken, hooked]
-
-
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_a_branch_in_one_message_with_what_is_used(mesh: Mesh, branch: Any) -> None:
+def test_branches_in_one_message_with_what_is_used_are_not_run(mesh: Mesh) -> None:
     def there(x: Any) -> Any:
-        return branch(x), layer(1, x), branch(x)
+        return trained(), saved_and_changed(), layer(1, x), hooked()
 
     def model() -> Any:
-        _, x, _ = call("worker1", there, X)
-        _, x, _ = call("worker1", there, x)
-        return x.sum()
+        x = call("worker1", there, X)[2]
+        return call("worker1", there, x)[2].sum()
 
     assert_as_local(mesh, model, LEAVES)
 
 
-def test_parameters_of_unused_branches_have_no_gradient(caller: Mesh) -> None:
+# The roots of a pass: those that are refused, and RRefs.
+
+ONES = torch.ones(2, requires_grad=True)
+NO_SCALAR = "is not a scalar, all roots need to be scalar"
+REFUSED: list[tuple[Any, type[Exception], str]] = [
+    ([], RuntimeError, "No tensors provided for gradient computation"),
+    ([torch.ones(())], RuntimeError, "requires_grad not set on root"),
+    ([ONES * 2], RuntimeError, NO_SCALAR),
+    ([ONES[:0] * 2], RuntimeError, NO_SCALAR),
+    ([ONES.sum(), ONES * 2], RuntimeError, NO_SCALAR),
+    ([torch.ones((), requires_grad=True)], RuntimeError, "have a valid gradient function"),
+    (None, TypeError, "incompatible function arguments"),
+    (ONES.sum(), TypeError, "incompatible function arguments"),
+    ([1.0], TypeError, "incompatible function arguments"),
+]
+
+
+def test_roots_that_are_refused(caller: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch would import this module, and sympy, to compare a root with a gradient of it.
+    monkeypatch.setitem(sys.modules, "torch.fx.experimental.symbolic_shapes", None)
     with dist_autograd.context() as context_id:
-        call("worker1", layer, 1, X)
-        loss = call("worker2", layer, 2, X).sum()
-        dist_autograd.backward(context_id, [loss])
-        assert [set(gradients_at(caller, rank, context_id)) for rank in range(3)] == [
-            {X},
-            set(),
-            {W[2]},
-        ]
+        good = call("worker1", layer, 1, X).sum()
+        for roots, kind, text in REFUSED:
+            with pytest.raises(kind, match=text):
+                dist_autograd.backward(context_id, roots)
+        assert dist_autograd.get_gradients(context_id) == {}
+        dist_autograd.backward(context_id, (good,))  # a tuple
+        assert set(dist_autograd.get_gradients(context_id)) == {X}
 
 
-def test_workers_without_a_part_are_not_asked_to_take_one(mesh: Mesh) -> None:
+def test_a_root_of_one_element_in_any_shape(mesh: Mesh) -> None:
     def model() -> Any:
-        call("worker1", layer, 1, X)
-        return call("worker2", layer, 2, X).sum()
-
-    with posted(mesh) as counts:
-        assert_as_local(mesh, model, LEAVES)
-    assert counts[Kind.BACKWARD] == 1
-
-
-def test_an_unused_branch_can_have_a_pass_of_its_own_later(caller: Mesh) -> None:
-    """The first pass neither runs nor frees it."""
-    [expected] = torch.autograd.grad(W[1].sin().sum() + W[1].exp().sum(), [W[1]])
-    with dist_autograd.context() as context_id:
-        first, second = call("worker1", lambda: (W[1].sin(), W[1].exp()))
-        dist_autograd.backward(context_id, [first.sum()])
-        dist_autograd.backward(context_id, [second.sum()])
-        torch.testing.assert_close(gradients_at(caller, 1, context_id)[W[1]], expected)
-
-
-def test_the_first_node_of_a_thread_runs_before_a_wait(mesh: Mesh) -> None:
-    """It has the lowest sequence number; worker1 needs its gradient before it answers."""
-    results: list[torch.Tensor] = []
-
-    def in_new_thread(fn: Any, *args: Any) -> Any:
-        thread = threading.Thread(target=lambda: results.append(fn(*args)))
-        thread.start()
-        thread.join(SOON)
-        return results.pop()
-
-    def model() -> Any:
-        x = X.sin()
-        y = call("worker1", layer, 1, x)
-        z = in_new_thread(torch.tanh, y)
-        return sum(in_new_thread(torch.mul, z, factor).sum() for factor in range(1, 9))
+        return [call("worker1", layer, 1, X).sum().reshape(1, 1, 1), X[:1] * 2]
 
     assert_as_local(mesh, model, LEAVES)
+
+
+def test_a_complex_root(caller: Mesh) -> None:
+    """Its gradient is one, as for a real root; torch alone asks for it."""
+    with dist_autograd.context() as context_id:
+        z = leaf(1, dtype=torch.complex64)
+        dist_autograd.backward(context_id, [call("worker1", torch.mul, z, 2j).sum()])
+        torch.testing.assert_close(dist_autograd.get_gradients(context_id)[z], torch.tensor([-2j]))
+
+
+def test_the_older_form_takes_the_current_context(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward([call("worker1", layer, 1, X).sum()])
+        assert holders(caller, context_id) == [{X}, {W[1]}, set()]
+    with pytest.raises(RuntimeError, match="doesn't have a valid autograd context"):
+        dist_autograd.backward([X.sum()])
+
+
+def make_loss(x: Any) -> Any:
+    return layer(1, x).sum()
+
+
+def run_backward(rref: zrpc.RRef[torch.Tensor], context_id: int, retain_graph: bool) -> None:
+    assert rref.backward(context_id, retain_graph) is None
+
+
+def test_backward_of_an_rref_at_any_worker(caller: Mesh) -> None:
+    """Another user of it, its owner and a third worker; then its graph is gone."""
+    with dist_autograd.context() as context_id:
+        loss = zrpc.remote("worker1", make_loss, (X * 2,))
+        for to, retain_graph in (0, True), (1, True), (2, False):
+            call(f"worker{to}", run_backward, loss, context_id, retain_graph)
+        assert holders(caller, context_id) == [{X}, {W[1]}, set()]
+        found = gradients(caller, context_id)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward(dist_autograd_ctx_id=context_id)
+    expected = torch.autograd.grad(make_loss(X * 2), [X, W[1]])
+    torch.testing.assert_close([found[X], found[W[1]]], [3 * each for each in expected])
+    assert X.grad is None
+    assert W[1].grad is None
+
+
+def test_backward_of_an_rref_without_context(caller: Mesh) -> None:
+    w = leaf(3, seed=5)
+    zrpc.RRef((w**2).sum()).backward()
+    user = zrpc.remote("worker1", make_loss, (X.detach(),))
+    with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be"):
+        user.backward()
+    torch.testing.assert_close(w.grad, 2 * w.detach())
+
+
+def test_errors_of_rrefs_come_from_the_owner(caller: Mesh) -> None:
+    no_tensor = r"RRef should contain a tensor for \.backward\(\)"
+    with dist_autograd.context() as context_id:
+        for rref, text in (
+            (zrpc.RRef([X]), no_tensor),
+            (zrpc.remote("worker1", list, ([X],)), no_tensor),
+            (zrpc.remote("worker1", torch.sin, (X,)), "is not a scalar"),
+            (zrpc.remote("worker1", torch.ones, (1,)), "requires_grad not set on root"),
+        ):
+            with pytest.raises(RuntimeError, match=text):
+                rref.backward(context_id)
+        with pytest.raises(RuntimeError, match=UNKNOWN):
+            zrpc.remote("worker1", make_loss, (X,)).backward(context_id + 1)
+    with pytest.raises(RuntimeError, match=no_tensor):
+        zrpc.RRef("text").backward()

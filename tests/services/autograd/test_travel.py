@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
-    SOON,
     W,
     X,
     assert_freed,
@@ -19,6 +19,7 @@ from tests.services.autograd.split_models import (
     layer,
     train,
 )
+from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -33,11 +34,11 @@ EXPECTED = torch.autograd.grad((both(X.sin()) * 2).sum(), [X, W[1]])
 
 
 def assert_expected(mesh: Mesh, model: Any, to: int = 1) -> None:
-    """The model must be ``(both(X.sin()) * 2).sum()`` in some way."""
+    """The model must be ``both(X.sin())`` in some way."""
 
     def run() -> Any:
         with dist_autograd.context() as context_id:
-            dist_autograd.backward(context_id, [model()])
+            dist_autograd.backward(context_id, [(model(X.sin()) * 2).sum()])
             return [gradients_at(mesh, rank, context_id) for rank in range(3)]
 
     found = mesh.run(0, run)
@@ -45,10 +46,6 @@ def assert_expected(mesh: Mesh, model: Any, to: int = 1) -> None:
     assert X.grad is None
     assert W[1].grad is None
     assert_freed(mesh)
-
-
-def run_module(module: Any, x: Any) -> Any:
-    return both(module(x))
 
 
 class Carrier:
@@ -66,7 +63,7 @@ class Module(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.gate = threading.Event()
+        self.gate = threading.Event()  # can't be pickled
 
     def forward(self, x: Any) -> Any:
         return both(x)
@@ -87,210 +84,27 @@ class Module(torch.nn.Module):
         return future
 
 
-def rpc_sync(x: Any) -> Any:
-    return zrpc.rpc_sync("worker1", both, (x,))
-
-
-def rpc_async(x: Any) -> Any:
-    return zrpc.rpc_async("worker1", both, (x,)).wait()
-
-
-def remote(x: Any) -> Any:
-    return zrpc.remote("worker1", both, (x,)).to_here()
-
-
-def bound_method(x: Any) -> Any:
-    return zrpc.rpc_sync("worker1", Carrier(x).both)
-
-
-def proxy_sync(x: Any) -> Any:
-    return zrpc.remote("worker1", Module).rpc_sync().forward(x)
-
-
-def proxy_remote(x: Any) -> Any:
-    return zrpc.remote("worker1", Module).remote().forward(x).to_here()
-
-
-def proxy_coroutine(x: Any) -> Any:
-    return zrpc.remote("worker1", Module).rpc_sync().later(x)
-
-
-def proxy_async_execution(x: Any) -> Any:
-    return zrpc.remote("worker1", Module).rpc_sync().async_(x)
+def module() -> zrpc.RRef[Any]:
+    return zrpc.remote("worker1", Module)
 
 
 def kept_between_calls(x: Any) -> Any:
-    module = zrpc.remote("worker1", Module)
-    module.rpc_sync().stored(x)
-    return module.rpc_sync().load()
-
-
-def rref_argument(x: Any) -> Any:
-    value = zrpc.RRef(x)
-    return zrpc.rpc_sync("worker1", use_rref, (value,))
+    there = module()
+    there.rpc_sync().stored(x)
+    return there.rpc_sync().load()
 
 
 def use_rref(rref: Any) -> Any:
     return both(rref.to_here())
 
 
-def rref_result(x: Any) -> Any:
-    return zrpc.rpc_sync("worker1", make_rref, (x,)).to_here()
-
-
 def make_rref(x: Any) -> Any:
     return zrpc.RRef(both(x))
 
 
-def rref_of_third(x: Any) -> Any:
-    """Made at worker2 by worker0, fetched by worker1."""
-    value = zrpc.remote("worker2", torch.mul, (x, 1))
-    return zrpc.rpc_sync("worker1", use_rref, (value,))
-
-
-def coroutine_that_calls(x: Any) -> Any:
-    return zrpc.rpc_sync("worker2", async_relay, (x,))
-
-
-async def async_relay(x: Any) -> Any:
-    return await zrpc.rpc_async("worker1", both, (x,))
-
-
-@zrpc.functions.async_execution
-def chained(x: Any) -> Any:
-    return zrpc.rpc_async("worker1", both, (x,)).then(lambda f: f.wait() * 1)
-
-
-def async_execution_remote(x: Any) -> Any:
-    return zrpc.remote("worker2", chained, (x,)).to_here()
-
-
-def nested_deep(x: Any) -> Any:
-    return zrpc.rpc_sync("worker2", relay, (x, 12))
-
-
-def relay(x: Any, depth: Any) -> Any:
-    if depth == 0:
-        return zrpc.rpc_sync("worker1", both, (x,))
-    return zrpc.rpc_sync(f"worker{depth % 3}", relay, (x, depth - 1))
-
-
-def torchscript(x: Any) -> Any:
-    y = zrpc.rpc_sync("worker2", scripted, (x,))
-    return zrpc.rpc_sync("worker1", both, (y,))
-
-
-@torch.jit.script
-def scripted(x: torch.Tensor) -> torch.Tensor:
-    return x * 1
-
-
-WAYS = [
-    rpc_sync,
-    rpc_async,
-    remote,
-    bound_method,
-    proxy_sync,
-    proxy_remote,
-    proxy_coroutine,
-    proxy_async_execution,
-    kept_between_calls,
-    rref_argument,
-    rref_result,
-    rref_of_third,
-    coroutine_that_calls,
-    async_execution_remote,
-    nested_deep,
-    torchscript,
-]
-
-
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_ways_to_call(mesh: Mesh, way: Any) -> None:
-    assert_expected(mesh, lambda: (way(X.sin()) * 2).sum())
-
-
-def to_self(x: Any) -> Any:
-    return zrpc.rpc_sync("worker0", both, (x,))
-
-
-def to_self_remote(x: Any) -> Any:
-    return zrpc.remote("worker0", both, (x,)).to_here()
-
-
-def to_self_by_another(x: Any) -> Any:
-    return zrpc.rpc_sync("worker1", zrpc.rpc_sync, ("worker0", both, (x,)))
-
-
-@pytest.mark.parametrize(
-    "way",
-    [to_self, to_self_remote, to_self_by_another],
-    ids=lambda way: way.__name__,
-)
-def test_calls_to_oneself(mesh: Mesh, way: Any) -> None:
-    assert_expected(mesh, lambda: (way(X.sin()) * 2).sum(), to=0)
-
-
-def test_a_mesh_of_one(make_mesh: MakeMesh) -> None:
-    mesh = make_mesh(workers=1)
-    found = train(mesh, lambda: (to_self(X.sin()) * 2).sum())
-    torch.testing.assert_close([found[X], found[W[1]]], list(EXPECTED))
-
-
-def test_the_same_value_fetched_twice(mesh: Mesh) -> None:
-    def model() -> Any:
-        rref = zrpc.remote("worker1", both, (X.sin(),))
-        return (rref.to_here() + rref.to_here()).sum()
-
-    assert_expected(mesh, model)
-
-
-def test_an_rref_made_outside_of_the_context(caller: Mesh) -> None:
-    """What it refers to is a leaf of its owner."""
-    rref = caller.run(0, zrpc.remote, "worker1", torch.ones, (3,), {"requires_grad": True})
-
-    with dist_autograd.context() as context_id:
-        dist_autograd.backward(context_id, [(rref.to_here() * X).sum()])
-        [found] = gradients_at(caller, 1, context_id).values()
-        torch.testing.assert_close(found.double(), X.detach(), check_dtype=False)
-
-
-def test_a_future_that_is_awaited_in_another_thread(mesh: Mesh) -> None:
-    def model() -> Any:
-        future = zrpc.rpc_async("worker1", both, (X.sin(),))
-        found = []
-        thread = threading.Thread(target=lambda: found.append(future.wait()))
-        thread.start()
-        thread.join(SOON)
-        return (found[0] * 2).sum()
-
-    assert_expected(mesh, model)
-
-
-def test_calls_in_a_then_callback(mesh: Mesh) -> None:
-    """A callback is in the context of the thread that added it."""
-
-    def model() -> Any:
-        future = zrpc.rpc_async("worker1", torch.sin, (X,))
-        return future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)) * 2).wait().sum()
-
-    assert_expected(mesh, model)
-
-
-@zrpc.functions.async_execution
-def call_in_callback(x: Any) -> Any:
-    future = zrpc.rpc_async("worker0", torch.mul, (x, 1))
-    return future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)))
-
-
-def test_calls_in_the_callback_of_an_async_execution(mesh: Mesh) -> None:
-    assert_expected(
-        mesh, lambda: (zrpc.rpc_sync("worker2", call_in_callback, (X.sin(),)) * 2).sum()
-    )
-
-
-def test_calls_in_a_coroutine_after_it_was_suspended(mesh: Mesh) -> None:
-    assert_expected(mesh, lambda: (zrpc.rpc_sync("worker2", suspended, (X.sin(),)) * 2).sum())
+def fetched_twice(x: Any) -> Any:
+    rref = zrpc.remote("worker1", both, (x,))
+    return (rref.to_here() + rref.to_here()) / 2
 
 
 async def suspended(x: Any) -> Any:
@@ -298,11 +112,79 @@ async def suspended(x: Any) -> Any:
     return await zrpc.rpc_async("worker1", both, (x,))
 
 
+def in_callback(x: Any) -> zrpc.Future[Any]:
+    """A callback is in the context of the thread that added it."""
+    future = zrpc.rpc_async("worker0", torch.mul, (x, 1))
+    return future.then(lambda f: zrpc.rpc_sync("worker1", both, (f.wait(),)))
+
+
+call_in_callback = zrpc.functions.async_execution(in_callback)
+
+
+def awaited_in_another_thread(x: Any) -> Any:
+    future = zrpc.rpc_async("worker1", both, (x,))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(future.wait()))
+    thread.start()
+    thread.join(SOON)
+    return found[0]
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x * 1
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "rpc_sync": lambda x: zrpc.rpc_sync("worker1", both, (x,)),
+    "rpc_async": lambda x: zrpc.rpc_async("worker1", both, (x,)).wait(),
+    "remote": lambda x: zrpc.remote("worker1", both, (x,)).to_here(),
+    "fetched twice": fetched_twice,
+    "bound method": lambda x: zrpc.rpc_sync("worker1", Carrier(x).both),
+    "method": lambda x: module().rpc_sync().forward(x),
+    "method, remote": lambda x: module().remote().forward(x).to_here(),
+    "method, coroutine": lambda x: module().rpc_sync().later(x),
+    "method, async_execution": lambda x: module().rpc_sync().async_(x),
+    "kept between calls": kept_between_calls,
+    "RRef as argument": lambda x: zrpc.rpc_sync("worker1", use_rref, (zrpc.RRef(x),)),
+    "RRef as result": lambda x: zrpc.rpc_sync("worker1", make_rref, (x,)).to_here(),
+    "RRef of a third": lambda x: zrpc.rpc_sync(
+        "worker1", use_rref, (zrpc.remote("worker2", torch.mul, (x, 1)),)
+    ),
+    "coroutine that was suspended": lambda x: zrpc.rpc_sync("worker2", suspended, (x,)),
+    "callback here": lambda x: in_callback(x).wait(),
+    "callback there": lambda x: zrpc.rpc_sync("worker2", call_in_callback, (x,)),
+    "async_execution, remote": lambda x: zrpc.remote("worker2", call_in_callback, (x,)).to_here(),
+    "awaited in another thread": awaited_in_another_thread,
+    "TorchScript": lambda x: zrpc.rpc_sync(
+        "worker1", both, (zrpc.rpc_sync("worker2", scripted, (x,)),)
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_to_call(mesh: Mesh, way: str) -> None:
+    assert_expected(mesh, WAYS[way])
+
+
+TO_ONESELF: list[Callable[[Any], Any]] = [
+    lambda x: zrpc.rpc_sync("worker0", both, (x,)),
+    lambda x: zrpc.remote("worker0", both, (x,)).to_here(),
+    lambda x: zrpc.rpc_sync("worker1", zrpc.rpc_sync, ("worker0", both, (x,))),
+]
+
+
+def test_calls_to_oneself(mesh: Mesh, make_mesh: MakeMesh) -> None:
+    for way in TO_ONESELF:
+        assert_expected(mesh, way, to=0)
+    found = train(make_mesh(workers=1), lambda: (TO_ONESELF[0](X.sin()) * 2).sum())
+    torch.testing.assert_close([found[X], found[W[1]]], list(EXPECTED))
+
+
 @pytest.mark.zrpc(workers=2)
 def test_a_profile_shows_the_pass_and_its_nodes_by_the_names_that_torch_has(caller: Mesh) -> None:
     with dist_autograd.context() as context_id:
-        x = torch.ones(2, requires_grad=True)
-        loss = zrpc.rpc_sync("worker1", torch.mul, (x, 2)).sum()
+        loss = zrpc.rpc_sync("worker1", torch.mul, (X, 2)).sum()
         with torch.autograd.profiler.profile() as profile:
             dist_autograd.backward(context_id, [loss])
     names = {event.name for event in profile.function_events}
@@ -345,30 +227,19 @@ WRAPPERS: dict[str, Any] = {
 }
 
 
-def unwrap(wrapper: Any, value: Any) -> Any:
-    return both(WRAPPERS[wrapper][1](value))
-
-
-def wrapped(wrapper: Any, x: Any) -> Any:
-    return WRAPPERS[wrapper][0](both(x))
+def rewrapped(wrapper: str, value: Any) -> Any:
+    wrap, unwrap = WRAPPERS[wrapper]
+    return wrap(both(unwrap(value)))
 
 
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_arguments(mesh: Mesh, wrapper: Any) -> None:
-    wrap, _ = WRAPPERS[wrapper]
-    assert_expected(
-        mesh,
-        lambda: (zrpc.rpc_sync("worker1", unwrap, (wrapper, wrap(X.sin()))) * 2).sum(),
-    )
+def test_wrapped_arguments_and_results(mesh: Mesh, wrapper: str) -> None:
+    wrap, unwrap = WRAPPERS[wrapper]
+    assert_expected(mesh, lambda x: unwrap(zrpc.rpc_sync("worker1", rewrapped, (wrapper, wrap(x)))))
 
 
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_wrapped_results(mesh: Mesh, wrapper: Any) -> None:
-    _, unwrap = WRAPPERS[wrapper]
-    assert_expected(
-        mesh,
-        lambda: (unwrap(zrpc.rpc_sync("worker1", wrapped, (wrapper, X.sin()))) * 2).sum(),
-    )
+def run_module(module: Any, x: Any) -> Any:
+    return both(module(x))
 
 
 def test_a_module_that_travels(mesh: Mesh) -> None:
