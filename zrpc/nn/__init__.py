@@ -174,7 +174,7 @@ class RemoteModule(torch.nn.Module):
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Loads a state into the module; see ``nn.Module.load_state_dict``."""
-        return self._remote("load_state_dict", *args, **kwargs)
+        return self.module_rref.rpc_sync().load_state_dict(*args, **kwargs)
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, *found: Any
@@ -254,9 +254,6 @@ class RemoteModule(torch.nn.Module):
         if remove_duplicate:
             memo.add(self)
         return iter([] if seen else [(prefix, self)])
-
-    def _remote(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.module_rref.rpc_sync(), name)(*args, **kwargs)
 
     def _on_owner(self, function: Callable[..., T], *args: Any) -> T:
         """Calls a function on the module's worker, with the module's RRef first."""

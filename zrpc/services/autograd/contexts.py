@@ -7,13 +7,12 @@ import contextvars
 import itertools
 import struct
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 
 import torch
 
 from zrpc.agent.agent import Agent
-from zrpc.agent.service import Handler
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.autograd import ddp
@@ -68,10 +67,6 @@ class Contexts:
         self._lock = UninterruptedLock()
         self._states: dict[int, ContextState] = {}
         self._ended: deque[int] = deque(maxlen=_ENDED_REMEMBERED)
-
-    def handlers(self) -> Mapping[Kind, Handler]:
-        """Returns the handlers of messages about the end of contexts, in the I/O thread."""
-        return {Kind.RELEASE: self._on_release, Kind.ENLIST: self._on_enlist}
 
     @contextlib.contextmanager
     def context(self) -> Iterator[int]:
@@ -222,7 +217,8 @@ class Contexts:
             self._ended.append(context_id)
         return state
 
-    def _on_release(self, message: Message) -> None:
+    def on_release(self, message: Message) -> None:
+        """Ends a context that has ended for the sender; in the I/O thread."""
         self.release(pass_fields(message)[0], known_to=message.sender)
 
     def on_member_lost(self, member: MemberId) -> None:
@@ -243,7 +239,8 @@ class Contexts:
             if member in state.peers and creator != self._own_id:
                 self._post(creator, Kind.ENLIST, state.context_id)  # answered if it has ended
 
-    def _on_enlist(self, message: Message) -> None:
+    def on_enlist(self, message: Message) -> None:
+        """Notes that the sender takes part in a context, or answers its end; in the I/O thread."""
         context_id = pass_fields(message)[0]
         with self._lock:
             state = self._states.get(context_id)

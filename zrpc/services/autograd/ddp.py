@@ -15,7 +15,6 @@ from weakref import WeakSet
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -24,12 +23,12 @@ from zrpc.torch_internals import has_process_group
 # Guards the two that follow.
 _lock = free_in_child(UninterruptedLock())
 _watches = False
-# The DDP modules that reduce a parameter.
-_modules = WeakIdKeyDictionary()
+# The DDP modules that have run.
+_modules: WeakSet[DistributedDataParallel] = WeakSet()
 
 
 def watch() -> None:
-    """Notes from now on which parameters DDP modules reduce, if this process can have any."""
+    """Notes from now on which DDP modules run, if this process can have any."""
     global _watches
     if _watches or not has_process_group():
         return
@@ -41,7 +40,7 @@ def watch() -> None:
 
 def in_use() -> bool:
     """Returns whether a run of the engine may wait for other processes of a process group."""
-    return _watches and bool(_modules)
+    return bool(_modules)
 
 
 def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -53,19 +52,20 @@ def reduced_with(leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if not in_use():
         return []
     with _lock:
-        modules = {module for leaf in leaves if leaf in _modules for module in _modules[leaf]}
-    parameters = (parameter for module in modules for parameter in module.parameters())
-    return list({id(each): each for each in parameters if each.requires_grad}.values())
+        modules = [list(module.parameters()) for module in _modules]
+    used = set(map(id, leaves))
+    found: dict[int, torch.Tensor] = {}
+    for parameters in modules:
+        if not used.isdisjoint(map(id, parameters)):
+            found.update({id(each): each for each in parameters if each.requires_grad})
+    return list(found.values())
 
 
 def _noting(forward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(forward)
     def wrapper(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         with _lock:
-            for parameter in self.parameters():
-                if parameter not in _modules:
-                    _modules[parameter] = WeakSet()
-                _modules[parameter].add(self)
+            _modules.add(self)
         return forward(self, *args, **kwargs)
 
     return wrapper

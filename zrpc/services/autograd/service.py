@@ -67,7 +67,8 @@ class AutogradService(Service, BackwardOfValue):
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
         return {
-            **self.contexts.handlers(),
+            Kind.RELEASE: self.contexts.on_release,
+            Kind.ENLIST: self.contexts.on_enlist,
             Kind.DEPENDENCIES: self._on_dependencies,
             Kind.BACKWARD: self._on_backward,
             Kind.GRADIENT: self._on_gradient,
