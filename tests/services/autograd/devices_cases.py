@@ -12,6 +12,7 @@ import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.support.agents import joined
 from zrpc.agent.agent import Agent
+from zrpc.optim import clip_grad_norm_
 from zrpc.testing import fake_device
 
 fake_device()
@@ -74,17 +75,18 @@ def test_gradients_arrive_on_the_devices_of_their_tensors() -> None:
 
 
 @pytest.mark.usefixtures("agents")
-def test_they_cross_back_and_forth_many_times() -> None:
-    x = leaf()
-
-    def loss() -> torch.Tensor:
-        y = x
-        for _ in range(4):
-            y = rpc.rpc_sync("worker1", torch.mul, (y, 2)) + y * 0
-        return y.sum()
-
-    (found,) = gradients(loss, x)
-    assert found.tolist() == [16.0] * 3
+def test_gradients_on_a_device_are_clipped() -> None:
+    x, y = leaf(), leaf(device="cpu")
+    rrefs = [rpc.RRef(x), rpc.RRef(y)]
+    with dist_autograd.context() as context_id:
+        loss = rpc.rpc_sync("worker1", square, (x,)).sum().cpu() + y.sum()
+        dist_autograd.backward(context_id, [loss])
+        norm = clip_grad_norm_(context_id, rrefs, 1.0)
+        found = dist_autograd.get_gradients(context_id)
+    torch.testing.assert_close(norm, torch.tensor(15.0).sqrt())
+    assert found[x].device == ZERO
+    for each, before in ((found[x].cpu(), 2.0), (found[y], 1.0)):
+        torch.testing.assert_close(each, torch.full((3,), before) / norm)
 
 
 def test_a_hook_on_a_device_tensor_may_call_a_worker(agents: list[Agent]) -> None:

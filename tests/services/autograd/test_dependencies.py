@@ -14,6 +14,7 @@ from tests.support.steps import count_steps
 from zrpc.errors import RpcError
 from zrpc.services.autograd.dependencies import Arrived, Origin, Sources, Tracer, UsedTensors
 from zrpc.services.autograd.nodes import Receive, new_start
+from zrpc.services.autograd.state import ContextState
 from zrpc.wire.member_id import MemberId
 
 START = new_start()
@@ -66,6 +67,14 @@ def test_a_tensor_of_another_context_leads_nowhere() -> None:
         )
         with pytest.raises(RpcError, match="context had ended") if fails else nullcontext():
             used.use(MemberId(0), {0: (MemberId(3), 1, place)})
+
+
+def test_sets_of_a_tracer_are_known_after_the_end_of_its_context() -> None:
+    """A thread may be sending then."""
+    state, [tensor] = ContextState(CONTEXT), receive(1, 7)
+    reach = state.tracer.reach(tensor * 2)
+    state.clear()
+    assert state.tracer.sources({(5, 0): reach}) == Sources({0: (1, 7, 0)}, {(5, 0): 1})
 
 
 # A mesh in which tensor n was sent by worker n % 3 as n + 1, and may depend on tensors with lower

@@ -29,7 +29,7 @@ def test_gradients_of_tensors_on_devices() -> None:
 def test_a_pass_goes_on_while_an_accelerator_computes() -> None:
     """No thread waits for another worker before it has run what the accelerator has made ready.
 
-    Nor without limit, if a node has failed meanwhile. And gradients on an accelerator are clipped.
+    Nor without limit, if a node has failed meanwhile.
     """
     found = subprocess.run(
         [warm_commands().python, "-m", "tests.services.autograd.accelerator_program"],
@@ -38,5 +38,5 @@ def test_a_pass_goes_on_while_an_accelerator_computes() -> None:
         timeout=100,
         check=False,
     )
-    expected = [str([8 * 10.0**3] * 3), "not without limit", "tensor(3.)"]
+    expected = [str([8 * 10.0**3] * 3), "not without limit"]
     assert found.stdout.splitlines() == expected, found.stdout + found.stderr

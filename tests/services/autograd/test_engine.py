@@ -243,6 +243,17 @@ def test_a_hook_that_removes_itself(leaf: torch.Tensor, register: str) -> None:
     torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 4.0))
 
 
+def test_hooks_of_a_node_are_called_once_with_the_whole_gradient(leaf: torch.Tensor) -> None:
+    node, seen = accumulator_of(leaf), []
+    with (
+        node.register_prehook(lambda gradients: seen.append(gradients[0][0].item())),
+        node.register_hook(lambda _, gradients: seen.append(gradients[0][0].item())),
+    ):
+        found = run((leaf * 2 + leaf * 3).sum())
+    assert seen == [5.0, 5.0]
+    torch.testing.assert_close(found[leaf], torch.full((3,), 5.0))
+
+
 @pytest.mark.parametrize("register", ["post_accumulate_grad_hook", "hook"])
 def test_what_a_hook_has_used_up_is_neither_in_the_context_nor_in_grad(
     leaf: torch.Tensor, register: str
@@ -337,9 +348,8 @@ def test_hooks_of_a_gradient_run_while_those_of_a_node_do(leaf: torch.Tensor) ->
 
     def slow(parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
-        accumulated.append(parameter.grad[0].item())
         inside.set()
-        assert through.wait(SOON)
+        accumulated.append((parameter.grad[0].item(), through.wait(SOON)))
 
     def quick(gradient: torch.Tensor) -> None:
         passed.append(gradient[0].item())
@@ -353,7 +363,8 @@ def test_hooks_of_a_gradient_run_while_those_of_a_node_do(leaf: torch.Tensor) ->
     threads.append(start_run((leaf * 2).sum(), ContextState(2)))
     for thread in threads:
         thread.join(SOON)
-    assert accumulated == passed == [1.0, 2.0]
+    assert accumulated == [(1.0, True), (2.0, True)]
+    assert passed == [1.0, 2.0]
 
 
 # Whether a program has hooks on nodes is known without a look at any node.

@@ -178,35 +178,6 @@ def test_a_failure_leaves_other_contexts_alone(caller: Mesh) -> None:
     assert_usable(caller)
 
 
-def test_tensors_that_arrive_when_the_part_of_their_worker_has_begun(mesh: Mesh) -> None:
-    """worker2 lists them as sent, and worker1 has them, but not in the chain that it runs."""
-    arrived = threading.Event()
-    held, part = Held(mesh, Kind.CALL, 2, 1), Held(mesh, Kind.BACKWARD, 0, 2)
-
-    def relay_without_waiting(x: Any) -> Any:
-        """At worker2: tensors go to worker1, and nobody waits for them."""
-        x = layer(2, x)
-        zrpc.rpc_async("worker1", here(lambda y: (layer(1, y), arrived.set())), (x,))
-        return x
-
-    def hook(gradient: Any) -> None:
-        held.release()  # worker1 runs its chain
-        assert arrived.wait(SOON)
-        part.release()
-
-    def run() -> Any:
-        with dist_autograd.context() as context_id:
-            far = call("worker2", relay_without_waiting, X)
-            loss = (call("worker1", layer, 1, X) + far).sum()
-            dist_autograd.backward(context_id, [loss])
-            return dist_autograd.get_gradients(context_id)[X]
-
-    with W[1].register_hook(hook):
-        found = mesh.run(0, run)
-    [expected] = local_gradients(lambda: (layer(1, X) + layer(2, X)).sum(), [X])
-    torch.testing.assert_close(found, expected)
-
-
 def test_a_worker_that_is_asked_after_the_pass_has_failed(caller: Mesh) -> None:
     """It neither runs its part, nor waits for gradients that will not come."""
     part = Held(caller, Kind.BACKWARD, 0, 2)

@@ -119,7 +119,7 @@ def without_grad() -> Any:
     x = layer(0, X)
     with torch.no_grad():
         constant = call("worker1", torch.sin, x)
-    return (call("worker1", layer, 1, x) * constant.detach()).sum()
+    return (call("worker1", layer, 1, x) * constant).sum()
 
 
 def a_call_in_inference_mode() -> Any:
@@ -290,21 +290,6 @@ def test_a_context_that_begins_in_inference_mode(caller: Mesh) -> None:
         block.__exit__(None, None, None)
 
 
-def trained() -> torch.Tensor:
-    """What a handler returns that trains by itself."""
-    loss = (W[1] ** 2).sum()
-    torch.autograd.grad(loss, W[1])
-    return loss
-
-
-def saved_and_changed() -> torch.Tensor:
-    saved = W[1].exp()
-    result = saved * 2
-    with torch.no_grad():
-        saved.zero_()
-    return result
-
-
 def fail(_: Any) -> None:
     raise ValueError("called by mistake")
 
@@ -319,11 +304,11 @@ def hooked() -> torch.Tensor:
 
 def test_branches_in_one_message_with_what_is_used_are_not_run(mesh: Mesh) -> None:
     def there(x: Any) -> Any:
-        return trained(), saved_and_changed(), layer(1, x), hooked()
+        return hooked(), layer(1, x), hooked()
 
     def model() -> Any:
-        x = call("worker1", there, X)[2]
-        return call("worker1", there, x)[2].sum()
+        x = call("worker1", there, X)[1]
+        return call("worker1", there, x)[1].sum()
 
     assert_as_local(mesh, model, LEAVES)
 
@@ -397,7 +382,7 @@ def test_backward_of_an_rref_at_any_worker(caller: Mesh) -> None:
             call(f"worker{to}", run_backward, loss, context_id, retain_graph)
         assert holders(caller, context_id) == [{X}, {W[1]}, set()]
         found = gradients(caller, context_id)
-        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        with pytest.raises(RuntimeError, match="graph a second time: an earlier pass"):
             loss.backward(dist_autograd_ctx_id=context_id)
     expected = torch.autograd.grad(make_loss(X * 2), [X, W[1]])
     torch.testing.assert_close([found[X], found[W[1]]], [3 * each for each in expected])
