@@ -138,16 +138,6 @@ def test_one_cycle_sets_betas_too() -> None:
     Twins(torch.optim.Adam, [1, 2], lr=0.2).run(SCHEDULERS["OneCycleLR"])
 
 
-def test_reduce_on_plateau_lowers_the_rate() -> None:
-    twins = Twins(torch.optim.SGD, [1, 2], lr=0.2)
-    scheduler = lr_scheduler.ReduceLROnPlateau(twins.distributed, factor=0.1, patience=0)
-    for rate in (0.2, 0.2, 0.02):
-        assert twins.distributed.param_groups[0]["lr"] == pytest.approx(rate)
-        twins.set(lr=rate)
-        twins.step(0)
-        scheduler.step(1.0)
-
-
 # Optimizers that keep values of their own in ``param_groups``, as schedule-free ones do.
 
 

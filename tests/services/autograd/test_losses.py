@@ -99,37 +99,18 @@ def test_a_worker_that_is_killed_during_a_pass(mesh: Mesh, tmp_path: Path, relay
     assert_works_without(mesh, 2)
 
 
-def backward_without_dead(mark: str) -> None:
-    """Loses worker2 between the forward and the backward pass."""
+# Workers that leave, or lose each other.
+
+
+def test_a_worker_that_was_lost_before_the_pass(caller: Mesh) -> None:
     with dist_autograd.context() as context_id:
-        x = torch.ones(3, requires_grad=True)
-        used, of_dead = (sine_at(x, to).sum() for to in ("worker1", "worker2"))
-        Path(mark).touch()
-        until(lambda: not answers("worker2"))
+        used, of_lost = (call(f"worker{rank}", layer, rank, X).sum() for rank in (1, 2))
+        caller.agent(2).close()
+        until(lambda: 2 in caller.agent(0).membership.lost)
         dist_autograd.backward(context_id, [used])  # does not need it
         with pytest.raises(zrpc.WorkerDied, match="worker2"):
-            dist_autograd.backward(context_id, [of_dead])
-
-
-def answers(to: str) -> bool:
-    try:
-        zrpc.rpc_sync(to, max, (1, 2))
-    except ConnectionError:
-        return False
-    return True
-
-
-@PROCESSES
-def test_a_worker_that_was_dead_before_the_pass(mesh: Mesh, tmp_path: Path) -> None:
-    mark = tmp_path / "forward"
-    future = mesh.submit(0, backward_without_dead, str(mark))
-    until(mark.exists)
-    mesh.kill("worker2")
-    future.result(SOON)
-    assert_works_without(mesh, 2)
-
-
-# Workers that leave, or lose each other.
+            dist_autograd.backward(context_id, [of_lost])
+    until(lambda: not any(map(len, layers(caller)[:2])), "the two others have no context")
 
 
 @pytest.mark.parametrize("ends_first", [False, True])

@@ -160,25 +160,18 @@ def test_a_step_sends_one_message_to_each_owner_all_at_once(caller: Mesh) -> Non
     assert counts[Kind.METHOD] == 2
 
 
-class Waits(torch.autograd.Function):
-    """Doubles; its backward pass waits for an event."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Any, event: threading.Event) -> Any:
-        ctx.event = event
-        return weight * 2
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        assert ctx.event.wait(SOON)
-        return gradient * 2, None
-
-
 @pytest.mark.system
 def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(caller: Mesh) -> None:
-    """A function of the user's waits, at worker1, for worker0 to have used them."""
+    """A hook of the user's waits, at worker1, for worker0 to have used them."""
     used = threading.Event()
-    made: list[torch.Tensor] = []
+    made: list[Any] = []
+
+    def wait(_: Any) -> None:
+        assert used.wait(SOON)
+
+    def make() -> None:
+        made.append(W[1] * 2)
+        made[0].register_hook(wait)
 
     def use(x: Any) -> Any:
         weight = made.pop()
@@ -187,7 +180,7 @@ def test_what_is_left_of_a_part_may_wait_for_its_last_gradients(caller: Mesh) ->
         return x @ weight
 
     with dist_autograd.context() as context_id:
-        call("worker1", lambda: made.append(Waits.apply(W[1], used)))
+        call("worker1", make)
         x = layer(0, X)
         x.register_hook(lambda _: used.set())
         dist_autograd.backward(context_id, [call("worker1", use, x).sum()])

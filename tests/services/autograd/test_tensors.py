@@ -30,28 +30,6 @@ from zrpc.testing import Mesh
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 
-VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "slice": lambda x: x[1:],
-    "row": lambda x: x[1],
-    "transposed": lambda x: x.t(),
-    "strided": lambda x: x[::2, ::2],
-    "expanded": lambda x: x[0].expand(4, 3),
-    "diagonal": lambda x: x.diagonal(),
-    "reshaped": lambda x: x.view(9),
-}
-
-
-def test_views_there_and_back(mesh: Mesh) -> None:
-    def model() -> Any:
-        loss = torch.zeros((), dtype=torch.float64)
-        for view in VIEWS.values():
-            back = call("worker1", lambda x: (x * 3).sin()[..., :2], view(torch.tanh(W[0])))
-            loss = loss + (back**2).sum()
-        return loss
-
-    assert_as_local(mesh, model, LEAVES)
-
-
 TOLERANCES = {
     torch.float32: 1e-6,
     torch.float64: 1e-7,
