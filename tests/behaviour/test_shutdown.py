@@ -21,7 +21,6 @@ from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.agent import Agent
-from zrpc.agent.current import current_agent
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
@@ -36,22 +35,6 @@ def end(mesh: Mesh, rank: int, **kwargs: Any) -> Future[None]:
 # -- graceful --------------------------------------------------------------------------------
 
 
-def test_it_waits_for_the_others(mesh: Mesh) -> None:
-    first = end(mesh, 0)
-    with mesh.agent(1).as_current():
-        # worker0 goes on to serve.
-        for i in range(20):
-            assert rpc.rpc_sync(0, echo, (i,)) == i
-    assert not first.done()
-    second = end(mesh, 1)
-    first.result(SOON)
-    second.result(SOON)
-
-
-def wait(gate: Gate) -> Any:
-    return gate.wait_inside("done")
-
-
 async def wait_then_call(gate: Gate) -> Any:
     await asyncio.to_thread(gate.wait_inside)
     return await rpc.rpc_async(0, echo, ("done",))
@@ -63,17 +46,17 @@ def wait_elsewhere(gate: Gate) -> Any:
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("handler", [wait, wait_then_call, wait_elsewhere])
-def test_it_waits_for_what_runs(mesh: Mesh, handler: Any, gate: Gate) -> None:
+def test_it_waits_for_what_runs(mesh: Mesh, gate: Gate) -> None:
     with mesh.agent(0).as_current():
-        future = rpc.rpc_async(1, handler, (gate,))
-    gate.await_entry()
+        futures = [rpc.rpc_async(1, gate.wait_inside, ("done",))]
+        futures += [rpc.rpc_async(1, each, (gate,)) for each in (wait_then_call, wait_elsewhere)]
+    gate.await_entry(3)
     ends = [end(mesh, rank) for rank in range(2)]
     assert pending(ends[0], 0.3)
     gate.open()
     for each in ends:
         each.result(SOON)
-    assert future.wait() == "done"
+    assert [future.wait() for future in futures] == ["done"] * 3
 
 
 _tally: list[int] = []
@@ -110,23 +93,21 @@ _entered = threading.Semaphore(0)
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("how", ["timeout", "cancel", "of an RRef"])
-def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh, how: str) -> None:
+def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh) -> None:
     """As of the batch that a parameter server never fills."""
     with mesh.agent(0).as_current():
-        if how == "of an RRef":
-            wait = partial(rpc.remote(1, park, timeout=0.2).to_here, 0.3)
-        else:
-            future = rpc.rpc_async(1, park, timeout=0.2 if how == "timeout" else 60)
-            wait = future.wait
-        assert _entered.acquire(timeout=SOON)
-        if how == "cancel":
-            assert future.cancel()
-        with pytest.raises(rpc.RpcError):
-            wait()
+        rref = rpc.remote(1, park, timeout=0.2)
+        late, cancelled = rpc.rpc_async(1, park, timeout=0.2), rpc.rpc_async(1, park)
+        for _ in range(3):
+            assert _entered.acquire(timeout=SOON)
+        assert cancelled.cancel()
+        for wait in (partial(rref.to_here, 0.3), late.wait, cancelled.wait):
+            with pytest.raises(rpc.RpcError):
+                wait()
     for each in [end(mesh, rank) for rank in range(2)]:
         each.result(SOON)
-    _parked.pop().set_result("too late")
+    while _parked:
+        _parked.pop().set_result("too late")
 
 
 def test_right_after_the_start(make_mesh: MakeMesh) -> None:
@@ -134,19 +115,16 @@ def test_right_after_the_start(make_mesh: MakeMesh) -> None:
         make_mesh(workers=workers).run_all(rpc.shutdown, timeout=SOON)
 
 
-def test_idempotent(mesh: Mesh) -> None:
-    def twice() -> None:
-        with current_agent().as_current():
-            for _ in range(3):
-                rpc.shutdown()
-                rpc.shutdown(graceful=False)
-
-    mesh.run_all(twice)
-
-
-def test_from_several_threads_at_once(mesh: Mesh) -> None:
+def test_again_and_from_several_threads_at_once(mesh: Mesh) -> None:
     agents = [mesh.agent(rank) for rank in (0, 1)]
     assert start_all([agent.shutdown for agent in agents * 3], SOON)() == [None] * 6
+    with agents[0].as_current():
+        for use in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+            with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
+                use("worker1", echo, (1,))
+        assert not rpc.is_initialized()
+        for graceful in (True, False):
+            rpc.shutdown(graceful=graceful)
 
 
 def call(agent: Agent) -> None:
@@ -181,16 +159,6 @@ def test_what_begins_while_another_thread_closes_the_agent_ends(
         run(number)
 
 
-def test_calls_after_it(mesh: Mesh) -> None:
-    agents = [mesh.agent(rank) for rank in (0, 1)]
-    mesh.run_all(rpc.shutdown)
-    with agents[0].as_current():
-        for use in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
-            with pytest.raises(RuntimeError, match=r"^RPC has not been initialized"):
-                use("worker1", echo, (1,))
-        assert not rpc.is_initialized()
-
-
 @pytest.mark.system
 def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
     agent = mesh.agent(0)
@@ -220,26 +188,16 @@ def test_with_a_timeout(mesh: Mesh) -> None:
         rpc.rpc_sync(0, echo, (1,), timeout=SOON)
 
 
-def test_with_what_is_no_timeout(mesh: Mesh) -> None:
-    for timeout in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="timeout"):
-            mesh.run(0, rpc.shutdown, timeout=timeout)
-    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1  # nothing has happened
-
-
 async def shut_down_in_a_coroutine() -> None:
     rpc.shutdown()
 
 
 @pytest.mark.zrpc(timeout=20)
-@pytest.mark.parametrize("handler", [rpc.shutdown, shut_down_in_a_coroutine])
-def test_a_graceful_one_from_a_handler_is_refused(mesh: Mesh, handler: Any) -> None:
-    with (
-        mesh.agent(0).as_current(),
-        pytest.raises(rpc.RpcError, match=r"waits for all handlers"),
-    ):
-        rpc.rpc_sync(1, handler, timeout=5)
-    assert mesh.run(0, rpc.rpc_sync, 1, echo, (1,)) == 1
+def test_a_graceful_one_from_a_handler_is_refused(caller: Mesh) -> None:
+    for handler in (rpc.shutdown, shut_down_in_a_coroutine):
+        with pytest.raises(rpc.RpcError, match=r"waits for all handlers"):
+            rpc.rpc_sync(1, handler, timeout=5)
+    assert rpc.rpc_sync(1, echo, (1,)) == 1
 
 
 # -- at once ---------------------------------------------------------------------------------

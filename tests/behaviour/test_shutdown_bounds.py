@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -13,17 +12,17 @@ import pytest
 import zrpc as rpc
 from tests.support.agents import join_all
 from tests.support.gates import Gate
-from tests.support.programs import Programs
+from tests.support.observed import ask_often
 from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.service import Service
+from zrpc.agent.shutdown import ShutdownTiming
+from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh, faults
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
-
-Succeed = Callable[..., list[str]]
 
 
 def until_lost(name: str) -> None:
@@ -127,11 +126,9 @@ def test_from_a_handler_while_another_thread_waits_for_the_others(mesh: Mesh) ->
 
 
 def test_from_a_callback(mesh: Mesh) -> None:
-    agent = mesh.agent(0)
-    with agent.as_current():
-        future = rpc.rpc_async(1, echo, (1,)).then(lambda _: rpc.shutdown(graceful=False))
-        future.wait()
-    assert agent.closed
+    with mesh.agent(0).as_current():
+        rpc.rpc_async(1, echo).then(lambda _: rpc.shutdown(graceful=False)).wait()
+    assert mesh.agent(0).closed
 
 
 # -- with a part of it that fails ----------------------------------------------------------------
@@ -184,70 +181,58 @@ def test_nothing_is_sent_once_all_have_left_gracefully() -> None:
             agent.close()
 
 
-# -- programs --------------------------------------------------------------------------------
-
-HEAD = """
-import gc, os, signal, sys, threading, time
-import zrpc as rpc
-
-rank = int(os.environ["RANK"])
-"""
+# -- while messages are lost, as by a connection that breaks -------------------------------------
 
 
-def test_from_del_and_at_the_end_of_an_interpreter(succeed: Succeed, programs: Programs) -> None:
-    """Of an object of main, of one in a cycle, of a handler's, and at the interpreter's end."""
-    outputs = succeed(
-        HEAD
-        + """
-class Leaves:
-    def __init__(self, graceful):
-        self.graceful, self.me = graceful, self
-        self.done = []
-    def __del__(self):
-        # Whatever the finalizer is told of its state, it has to come back.
-        rpc.shutdown(graceful=self.graceful)
-        ended.append(self.graceful)
+LOSING = pytest.mark.zrpc(workers=3, faults=True)
 
-ended = []
 
-def in_a_handler():
-    leaves = Leaves(False)
-    leaves.me = None
+@pytest.fixture
+def losing(mesh: Mesh) -> Mesh:
+    """Its workers soon ask for what is lost."""
+    ask_often(mesh)
+    for rank in range(3):
+        timing = ShutdownTiming(remind=0.05, services=0.3)
+        mesh.agent(rank).graceful_shutdown.timing = timing
+        assert mesh.run(rank, rpc.rpc_sync, (rank + 1) % 3, echo, (1,)) == 1
+    return mesh
 
-rpc.init_rpc(f"w{rank}")
-leaves = Leaves(True)
-del leaves
-assert ended == []  # it is in a cycle
-gc.collect()
-assert ended == [True], ended
-assert not rpc.is_initialized()
 
-rpc.init_rpc(f"w{rank}")
-if rank == 0:
-    try:
-        rpc.rpc_sync("w1", in_a_handler, timeout=20)
-    except rpc.WorkerDied:
-        pass
-    rpc.shutdown(timeout=20)
-else:
-    limit = time.monotonic() + 20
-    while rpc.is_initialized():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-at_the_end = Leaves(False)
-at_the_end.me = None
+def shut_down(mesh: Mesh) -> None:
+    """All workers, with no time-out."""
+    for future in [mesh.submit(rank, rpc.shutdown) for rank in range(len(mesh))]:
+        future.result(SOON)
 
-# The mesh that is forgotten is shut down at the end, and waits for what is in progress.
-def slow():
-    time.sleep(0.3)
-    open("slow-has-run", "w").close()
 
-rpc.init_rpc(f"w{rank}")
-assert rpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
-if rank == 0:
-    rpc.rpc_async("w1", slow)
-""",
-        cold=True,
-    )
-    assert (programs.directory / "slow-has-run").exists()
-    assert not any("Traceback" in output for output in outputs), outputs
+@pytest.mark.system
+@LOSING
+def test_messages_of_the_shutdown_are_lost(losing: Mesh) -> None:
+    with faults.drop(losing, 0, 1, count=2) as one, faults.drop(losing, 1, 0, count=1) as other:
+        shut_down(losing)
+        assert one.happened + other.happened >= 1
+
+
+@pytest.mark.system
+@LOSING
+def test_a_call_without_a_timeout_is_lost(losing: Mesh) -> None:
+    with losing.agent(0).as_current():
+        with faults.drop(losing, 0, 1) as fault:
+            lost = rpc.rpc_async(1, echo, (1,), timeout=0)
+            until(lambda: fault.happened)
+        shut_down(losing)
+        with pytest.raises(rpc.RpcError, match="is lost"):
+            lost.wait()
+
+
+@pytest.mark.system
+@LOSING
+def test_a_reference_is_lost(losing: Mesh) -> None:
+    """Its sender waits for the word that it has arrived, which never comes."""
+    with losing.agent(0).as_current():
+        assert rpc.rpc_sync(2, echo, (1,)) == 1
+        rref = rpc.remote(1, list)
+        assert rref.to_here() == []
+        with faults.drop(losing, 0, 2), pytest.raises(rpc.RpcError, match="is lost"):
+            rpc.rpc_sync(2, echo, (rref,), timeout=0)
+        assert not losing.agent(0).service(RRefService).idle()
+    shut_down(losing)
