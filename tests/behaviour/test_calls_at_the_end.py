@@ -381,32 +381,3 @@ def test_a_chain_of_callbacks_without_an_end_ends_with_an_error(mesh: Mesh) -> N
     error = ended.result(SOON)
     assert isinstance(error, rpc.RpcError)
     assert "expected callbacks that end, found a chain" in str(error)
-
-
-# -- programs --------------------------------------------------------------------------------
-
-PROGRAM = """
-import sys, threading, time
-import zrpc as rpc
-
-def call_on(peer, pause):
-    while True:
-        try:
-            rpc.rpc_sync(peer, max, (1, 2))
-        except rpc.NotInitializedError:
-            return
-        time.sleep(pause)
-
-def begin():
-    peer = f"worker{1 - rpc.get_worker_info().id}"
-    for pause in 0, 0.01:
-        threading.Thread(target=call_on, args=(peer, pause), daemon=True).start()
-    rpc.rpc_sync(peer, max, (1, 2))
-"""
-ENDS = ["with rpc.session():\n    begin()\n", "rpc.init_rpc()\nbegin()\n"]
-
-
-def test_programs_end_though_their_threads_call_on(succeed: Succeed) -> None:
-    for end in ENDS:
-        outputs = succeed(PROGRAM + end)
-        assert not any("Traceback" in output for output in outputs), outputs

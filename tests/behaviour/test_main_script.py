@@ -1,4 +1,4 @@
-"""Workers that run the same main script call each other with functions that go by value."""
+"""What workers take from each other's main scripts: functions and classes, by name or by value."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.support.programs import Programs
+
 Succeed = Callable[..., list[str]]
 
 pytestmark = pytest.mark.system
 
 HEAD = """
-import enum, sys, threading
+import enum, os, sys, threading
 import torch
 import zrpc as rpc
 
 LOCK = threading.Lock()
 STEPS = []
+rank = int(os.environ["RANK"])
+first, other, state = rank == 0, f"worker{1 - rank}", [rank]
 
 class Thing: pass
 
@@ -45,9 +49,22 @@ def fail():
     error.more = [Thing(), lambda: kinds]
     raise error
 
+def whose():
+    return state[0]
+
+async def triple(x):
+    return 3 * x
+
 rpc.init_rpc()
-first = rpc.get_worker_info().id == 0
 """
+END = "\nrpc.shutdown()\n"
+
+
+def run(programs: Programs, *scripts: str) -> None:
+    """Runs a script as each worker."""
+    pids = [programs.start(script, rank, 2) for rank, script in enumerate(scripts)]
+    ended = [programs.wait(pid, rank) for rank, pid in enumerate(pids)]
+    assert [e.code for e in ended] == [0, 0], ended
 
 
 def test_what_the_script_defines_means_the_same_in_every_direction(succeed: Succeed) -> None:
@@ -79,53 +96,66 @@ assert len(STEPS) == (0 if first else 3)
     )
 
 
-LACKING = """
+def test_a_name_that_one_worker_lacks_fails_the_call(succeed: Succeed) -> None:
+    """If the callee lacks it, before it runs."""
+    succeed(
+        HEAD
+        + """
 if first:
     def only_here(): return 5
     class OnlyHere: pass
-    CALLS = [
+else:
+    class OnlyThere: pass
+    def made(): return OnlyThere(), lambda: 0
+rpc.barrier()
+
+def check(call, executed, *names):
+    try:
+        call()
+        sys.exit("it was called")
+    except rpc.SerializationError as error:
+        assert error.executed is executed, error
+        assert any(repr(name) in str(error) for name in names), error
+
+if first:
+    for call in (
         lambda: rpc.rpc_sync("worker1", lambda: only_here()),
         lambda: rpc.rpc_sync("worker1", lambda x: 5, args=([OnlyHere(), only_here],)),
         lambda: rpc.rpc_async("worker1", lambda: only_here()).wait(),
         lambda: rpc.remote("worker1", lambda: only_here()).to_here(),
         lambda: rpc.remote("worker1", Owner).rpc_sync().check(only_here, 0, lambda: 0) and 5,
-    ]
+    ):
+        check(call, False, "only_here", "OnlyHere")
+    made = lambda: rpc.rpc_sync("worker1", lambda: sys.modules["__main__"].made())
+    check(made, True, "OnlyThere")
 """
-
-
-def test_a_name_that_the_callee_lacks_fails_the_call_before_it_runs(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + LACKING
-        + """
-    for call in CALLS:
-        try:
-            call()
-            sys.exit("it was called")
-        except rpc.SerializationError as error:
-            assert error.executed is False, error
-            assert "'only_here'" in str(error) or "'OnlyHere'" in str(error), error
-rpc.shutdown()
-"""
+        + END
     )
 
 
-def test_a_name_that_the_caller_lacks_fails_the_call_that_has_run(succeed: Succeed) -> None:
-    succeed(
-        """
-import os
-if os.environ["RANK"] == "1":
-    class OnlyHere: pass
-    def made(): return OnlyHere(), lambda: 0
+def test_between_different_main_scripts_all_goes_by_value(programs: Programs) -> None:
+    plain = "import zrpc as rpc\nrpc.init_rpc()\nrpc.shutdown()\n"
+    calls = """
+assert rpc.rpc_sync(other, whose) == 0
+assert rpc.rpc_sync(other, Owner().check, (Thing(), Color.RED, 0)) == (True, True)
+assert rpc.rpc_sync(other, triple, (4,)) == 12
+try:
+    rpc.rpc_sync(other, fail)
+    sys.exit("nothing was raised")
+except RuntimeError as error:
+    assert "Failed" in str(error) and "why" in str(error)
+except Failed as error:
+    assert error.args == ("why",)
 """
-        + HEAD
-        + """
-if first:
-    try:
-        rpc.rpc_sync("worker1", lambda: sys.modules["__main__"].made())
-        sys.exit("it was read")
-    except rpc.SerializationError as error:
-        assert error.executed is True and "'OnlyHere'" in str(error), error
-rpc.shutdown()
-"""
-    )
+    run(programs, HEAD + calls + END, plain)
+
+
+def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scripts_are_equal(
+    programs: Programs,
+) -> None:
+    """An equal script may lie at two places, as on two hosts."""
+    equal = f"{HEAD}assert rpc.rpc_sync(other, whose) == 1 - rank{END}"
+    one = f"{HEAD}assert rpc.rpc_sync(other, whose) == 0{END}"
+    another = one.replace("whose) == 0", "whose) == 1").replace("return state[0]", "return 1")
+    run(programs, equal, equal)
+    run(programs, one, another)
