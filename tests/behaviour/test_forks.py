@@ -67,33 +67,26 @@ def leave() -> None:
     sys.exit(3)
 
 
-@pytest.mark.parametrize(("in_child", "code"), [(result, 0), (error, 1), (leave, 3)])
 @pytest.mark.parametrize("handler", [fork, fork_in_coroutine])
 def test_a_child_that_leaves_its_handler_exits_and_only_the_parent_answers(
-    caller: Mesh, handler: Any, in_child: Any, code: int
+    caller: Mesh, handler: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert rpc.rpc_sync("worker1", handler, args=(in_child,), timeout=20) == code
-    assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
-
-
-def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
-    assert rpc.rpc_sync("worker1", fork_in_callback, args=(result,), timeout=20) == 0
-    assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
-
-
-def test_a_child_that_leaves_a_callback_of_an_asynchronous_function_exits(caller: Mesh) -> None:
-    assert rpc.rpc_sync("worker1", answer_by_callback, timeout=20) == 0
+    for in_child, code in ((result, 0), (error, 1), (leave, 3)):
+        assert rpc.rpc_sync("worker1", handler, args=(in_child,), timeout=20) == code
+        assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
+    assert "ValueError: in the child" in capfd.readouterr().err
 
 
 @rpc.functions.async_execution
-def answer_by_callback() -> rpc.Future[int]:
+def answer_by_callback(in_child: Callable[[], Any]) -> rpc.Future[int]:
     future = rpc.rpc_async(rpc.get_worker_info().name, min, args=(1, 2))
-    return future.then(lambda _: fork(result))
+    return future.then(lambda _: fork(in_child))
 
 
-def test_the_child_prints_its_error(caller: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
-    rpc.rpc_sync("worker1", fork, args=(error,), timeout=20)
-    assert "ValueError: in the child" in capfd.readouterr().err
+def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
+    for handler in (fork_in_callback, answer_by_callback):
+        assert rpc.rpc_sync("worker1", handler, args=(result,), timeout=20) == 0
+        assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
 
 
 def test_a_child_may_join_a_mesh_while_a_thread_of_its_parent_joins_one(

@@ -16,17 +16,12 @@ import pytest
 import zmq
 
 import zrpc as rpc
-from tests.support.agents import join_all
-from tests.support.gates import Gate
-from tests.support.observed import answers_heartbeats, stats_of
+from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.settled import caught
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from zrpc.agent.service import Service
-from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
-from zrpc.wire.member_id import MemberId
 
 MakeMesh = Callable[..., Mesh]
 
@@ -256,45 +251,7 @@ def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
     until(lambda: not network.knows(1))
 
 
-@pytest.mark.zrpc(workers=3)
-def test_what_a_worker_held_is_freed_when_it_is_gone(mesh: Mesh) -> None:
-    with mesh.agent(2).as_current():
-        rref = rpc.remote(1, list)
-        assert rref.to_here() == []
-    assert stats_of(mesh, 1).rrefs_owned == 1
-    mesh.run(2, rpc.shutdown, graceful=False)
-    until(lambda: not stats_of(mesh, 1).rrefs_owned, "the value is freed")
-
-
 # -- hooks -----------------------------------------------------------------------------------
-
-
-class FailsForWorker1(Service):
-    def on_member_lost(self, member: MemberId) -> None:
-        if member == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-
-
-def test_an_error_about_one_loss_leaves_no_other_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers are found lost at once, as if their host were gone."""
-    agents = join_all(
-        *((f"worker{rank}", rank, 3) for rank in range(3)), services=[FailsForWorker1]
-    )
-    liveness = agents[0].liveness
-
-    def lose_both(_: bool) -> list[Any]:
-        monkeypatch.undo()
-        return [liveness.leave(MemberId(rank), Reason.ENDED, 0, "") for rank in (1, 2)]
-
-    with Gate() as gate, agents[0].as_current():
-        waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
-        gate.await_entry()
-        monkeypatch.setattr(liveness, "tick", lose_both)
-        until(waiting.done, "it is known that the callee is gone")
-        with pytest.raises(rpc.WorkerDied):
-            waiting.wait()
-    for agent in agents:
-        agent.close()
 
 
 @pytest.mark.zrpc(workers=3)

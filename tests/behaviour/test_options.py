@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import time
 from datetime import timedelta
 from typing import Any
@@ -11,21 +10,15 @@ import pytest
 import torch
 
 import zrpc as rpc
-from tests.support.waiting import SOON
+from tests.support.watched import Watched
 from zrpc.testing import Mesh
 
 
-def test_defaults() -> None:
+def test_defaults_and_torchs_names_for_them() -> None:
     options = rpc.ZmqRpcBackendOptions()
-    assert options.num_worker_threads == 16
-    assert options.rpc_timeout == 60.0
-    assert options.init_method == "env://"
-    assert options.device_maps == {}
-    assert options.devices == []
-    assert options.switch_interval == 0.001
-
-
-def test_torchs_name_and_arguments() -> None:
+    assert (options.num_worker_threads, options.rpc_timeout) == (16, 60.0)
+    assert (options.init_method, options.switch_interval) == ("env://", 0.001)
+    assert (options.device_maps, options.devices) == ({}, [])
     assert rpc.TensorPipeRpcBackendOptions is rpc.ZmqRpcBackendOptions
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=8,
@@ -38,6 +31,10 @@ def test_torchs_name_and_arguments() -> None:
     )
     assert (options.num_worker_threads, options.rpc_timeout) == (8, 20.0)
     assert isinstance(options, rpc.RpcBackendOptions)
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(16)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(no_such_option=1)  # type: ignore[call-arg]
 
 
 def test_names_and_arguments_of_torch_1_7() -> None:
@@ -77,64 +74,42 @@ def test_a_timedelta_is_a_time_as_its_seconds_are() -> None:
         rpc.ZmqRpcBackendOptions(rpc_timeout=timedelta(seconds=-1))
 
 
-def test_they_take_keywords_only() -> None:
-    with pytest.raises(TypeError):
-        rpc.ZmqRpcBackendOptions(16)  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        rpc.ZmqRpcBackendOptions(no_such_option=1)  # type: ignore[call-arg]
-
-
 def test_values_out_of_range() -> None:
-    wrong: list[tuple[str, Any]] = [
-        ("num_worker_threads", 0),
-        ("num_worker_threads", -1),
-        ("rpc_timeout", -1),
-        ("rpc_timeout", float("nan")),
-        ("rpc_timeout", float("inf")),
-        ("init_timeout", -1),
-        ("switch_interval", -0.001),
-        ("switch_interval", float("nan")),
-        ("switch_interval", float("inf")),
-        ("transport", "carrier pigeon"),
-        ("port_range", ""),
-        ("port_range", "20000-"),
-        ("port_range", "20100-20000"),
-        ("port_range", "20000-65536"),
-    ]
-    for name, value in wrong:
+    infinite = (float("nan"), float("inf"))
+    wrong: dict[str, tuple[Any, ...]] = {
+        "num_worker_threads": (0, -1),
+        "rpc_timeout": (-1, *infinite),
+        "init_timeout": (-1,),
+        "switch_interval": (-0.001, *infinite),
+        "transport": ("carrier pigeon",),
+        "port_range": ("", "20000-", "20100-20000", "20000-65536"),
+        "max_bytes_in_flight": (-1, -(1 << 30)),
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
         for kind in (ValueError, RuntimeError):  # torch's are RuntimeErrors
             with pytest.raises(kind, match=name):
                 rpc.ZmqRpcBackendOptions(**{name: value})
     with pytest.raises(rpc.OptionError, match="num_worker_threads must be positive, got 0"):
         rpc.TensorPipeRpcBackendOptions(num_worker_threads=0)  # torch's text
-    options = rpc.ZmqRpcBackendOptions()
-    with pytest.raises(ValueError, match="num_worker_threads"):
-        options.num_worker_threads = -1
-    with pytest.raises(ValueError, match="rpc_timeout"):
-        options.rpc_timeout = -1
+    for name in ("num_worker_threads", "rpc_timeout"):
+        with pytest.raises(ValueError, match=name):
+            setattr(rpc.ZmqRpcBackendOptions(), name, -1)
 
 
 def test_values_of_other_types() -> None:
-    wrong: list[tuple[str, Any]] = [
-        ("num_worker_threads", 2.5),
-        ("num_worker_threads", "4"),
-        ("num_worker_threads", True),
-        ("rpc_timeout", None),
-        ("rpc_timeout", "3"),
-        ("init_timeout", "3"),
-        ("heartbeat_timeout", None),
-        ("warn_after", "soon"),
-        ("init_method", None),
-        ("init_method", b"env://"),
-        ("port_range", 20000),
-    ]
-    for name, value in wrong:
+    wrong: dict[str, tuple[Any, ...]] = {
+        "num_worker_threads": (2.5, "4", True),
+        "rpc_timeout": (None, "3"),
+        "init_timeout": ("3",),
+        "heartbeat_timeout": (None,),
+        "warn_after": ("soon",),
+        "init_method": (None, b"env://"),
+        "port_range": (20000,),
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
         found = f"{name} must be an? .* but got {value!r} of type {type(value).__name__}"
         with pytest.raises(TypeError, match=found):
             rpc.ZmqRpcBackendOptions(**{name: value})
-
-
-def test_an_init_method_that_is_none_set_later() -> None:
     with pytest.raises(TypeError, match="init_method must be a URL"):
         rpc.ZmqRpcBackendOptions().init_method = None  # type: ignore[assignment]
 
@@ -153,18 +128,16 @@ def test_as_long_as_can_be(caller: Mesh) -> None:
     for owner in (0, 1):
         rref = rpc.remote(owner, time.sleep, (0.01,), timeout=_EVER)
         assert rref.to_here(timeout=_EVER) is None
-    pending = rpc.rpc_async(1, wait_for_its_end, (1e300,), timeout=0)
-    assert _steps.get(timeout=SOON) == "waits"
-    pending.cancel()
-    assert _steps.get(timeout=SOON) is True
+    with Watched() as watched:
+        pending = rpc.rpc_async(1, wait_for_its_end, (watched,), timeout=0)
+        watched.await_entry()
+        pending.cancel()
+        assert watched.await_end() == [True]
 
 
-_steps: queue.SimpleQueue[str | bool] = queue.SimpleQueue()
-
-
-def wait_for_its_end(seconds: float) -> None:
-    _steps.put("waits")
-    _steps.put(rpc.current_call().wait_cancelled(seconds))
+def wait_for_its_end(watched: Watched) -> None:
+    watched.entered.release()
+    watched.tell(rpc.current_call().wait_cancelled(1e300))
 
 
 def test_devices_may_be_numbers_also_on_a_machine_without_any() -> None:
@@ -172,9 +145,7 @@ def test_devices_may_be_numbers_also_on_a_machine_without_any() -> None:
     zero, one = (torch.device(accelerator.type, i) for i in (0, 1))
     options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {0: 1}}, devices=[0])
     assert (options.device_maps, options.devices) == ({"w1": {zero: one}}, [zero])
-
-
-def test_devices_without_an_index_are_the_first_of_their_type() -> None:
+    # Those without an index are the first of their type.
     options = rpc.ZmqRpcBackendOptions(device_maps={"*": {"mps": "cuda", "cpu:0": "cpu"}})
     cpu, first = torch.device("cpu"), [torch.device(kind, 0) for kind in ("mps", "cuda")]
     assert options.device_maps == {"*": {first[0]: first[1], cpu: cpu}}

@@ -85,17 +85,14 @@ def by_remote() -> Any:
     return zrpc.remote("worker1", double, args=(X * 2,)).to_here() + 1
 
 
-def by_own_value() -> Any:
-    return zrpc.RRef(X * 2).local_value() * 2 + 1
+CALLS = [
+    *(by_sync, by_async, by_then, by_remote),
+    lambda: zrpc.RRef(X * 2).local_value() * 2 + 1,
+    lambda: sum(zrpc.wait_all([zrpc.rpc_async("worker1", double, (X,)) for _ in range(2)])) + 1,
+]
 
 
-def by_wait_all() -> Any:
-    return sum(zrpc.wait_all([zrpc.rpc_async("worker1", double, (X,)) for _ in range(2)])) + 1
-
-
-@pytest.mark.parametrize(
-    "function", [by_sync, by_async, by_then, by_remote, by_own_value, by_wait_all]
-)
+@pytest.mark.parametrize("function", CALLS)
 def test_compiled_code_calls_and_only_its_own_parts_are_compiled(
     caller: Mesh, function: Callable[[], Any]
 ) -> None:
@@ -162,21 +159,21 @@ def test_a_compiled_module_has_a_remote_module_in_it(caller: Mesh) -> None:
     assert frames() <= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("rpc_sync", by_sync),
-        ("rpc_async", by_async),
-        ("remote", by_remote),
-        ("RRef.rpc_sync", lambda: zrpc.RRef(Model()).rpc_sync().double(X)),
-        ("context", lambda: dist_autograd.context().__enter__()),
-    ],
-)
+REFUSED: dict[str, Callable[[], Any]] = {
+    "rpc_sync": by_sync,
+    "rpc_async": by_async,
+    "remote": by_remote,
+    "RRef.rpc_sync": lambda: zrpc.RRef(Model()).rpc_sync().double(X),
+    "context": lambda: dist_autograd.context().__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_graph_without_breaks_is_refused_by_an_error_that_names_the_use_of_zrpc(
-    caller: Mesh, name: str, function: Callable[[], Any]
+    caller: Mesh, name: str
 ) -> None:
     with pytest.raises(Exception, match=f"(?s){name}") as raised:
-        compiled(function, fullgraph=True)()
+        compiled(REFUSED[name], fullgraph=True)()
     assert type(raised.value).__module__ == "torch._dynamo.exc"
 
 
@@ -259,24 +256,18 @@ def test_a_local_compiled_function_arrives_compiled_with_its_settings(
     assert zrpc.rpc_sync("worker1", settings_of, (function,)) == settings_of(function)
 
 
-def test_a_local_compiled_function_runs_compiled(caller: Mesh) -> None:
-    factor = 3
-    function = compiled(lambda x: x * factor)
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
-    assert frames() == 1
-
-
-def test_a_local_decorator_around_a_compiled_function_can_be_sent(caller: Mesh) -> None:
+def test_local_functions_are_sent_compiled_or_not(caller: Mesh) -> None:
     @functools.wraps(compiled_double)
     def decorated(x: torch.Tensor) -> torch.Tensor:
         return compiled_double(x) + 1
 
+    factor = 3
+    function = compiled(lambda x: x * factor)
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
+    assert frames() == 1
     assert zrpc.rpc_sync("worker1", decorated, (X,)).tolist() == [3, 3, 3]
-
-
-def test_a_function_that_must_not_be_compiled_can_be_sent(caller: Mesh) -> None:
-    function = torch.compiler.disable(lambda x: x * 2)
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [2, 2, 2]
+    disabled = torch.compiler.disable(lambda x: x * 2)
+    assert zrpc.rpc_sync("worker1", disabled, (X,)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], {"fullgraph": True}])
