@@ -184,9 +184,7 @@ def test_a_similar_name_is_suggested(shared: Mesh) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_mesh_of_one_says_how_to_start_more_or_that_others_may_join(
-    alone: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_mesh_of_one_says_how_others_join(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with rpc.session(), pytest.raises(rpc.RpcError, match=r"alone: .*zrpc launch -n 2 SCRIPT"):
         rpc.rpc_sync(1, echo, (1,))
     monkeypatch.delenv("WORLD_SIZE")

@@ -147,9 +147,7 @@ def when_all_leave(mesh: Mesh, gate: Gate) -> Iterator[None]:
         each.result(SOON)
 
 
-def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(
-    mesh: Mesh, gate: Gate
-) -> None:
+def test_a_backward_pass_of_a_thread_is_refused(mesh: Mesh, gate: Gate) -> None:
     ready, go_on, weight = threading.Event(), threading.Event(), torch.ones(2, requires_grad=True)
 
     def train() -> None:

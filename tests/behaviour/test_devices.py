@@ -113,15 +113,6 @@ class TestMapped:
         queue.put(make("fake:0"))
         alike(queue.get(), make("fake:0"))
 
-    def test_members_of_a_group_get_tensors_by_their_own_maps(self) -> None:
-        group = rpc.group(["worker0", "worker1"])
-        for size in (3, LARGE):
-            x = make("fake:0", size)
-            assert rpc.rpc_sync(group, devices_of, (x,)) == [["fake:0"], ["fake:1"]]
-            for each in rpc.rpc_sync(group, torch.mul, (x, 2)):
-                alike(each, x * 2)
-            assert rpc.rpc_sync(group, devices_of, (rpc.each([x, x]),)) == [["fake:0"], ["fake:1"]]
-
     def test_what_a_handler_passes_on_takes_the_map_of_its_worker(self) -> None:
         with pytest.raises(rpc.SerializationError, match="worker2's device map for worker1"):
             rpc.rpc_sync("worker2", make_there, ("worker1", "fake:0"))

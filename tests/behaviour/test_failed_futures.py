@@ -117,9 +117,7 @@ ASKS: list[Callable[[rpc.Future[Any]], Any]] = [
 
 
 @pytest.mark.usefixtures("no_collections")
-def test_what_waits_is_freed_without_the_collector_and_nothing_is_logged(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_has_waited_is_freed(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     class Local:
         pass
 
@@ -140,9 +138,7 @@ def test_what_waits_is_freed_without_the_collector_and_nothing_is_logged(
     assert "nobody waited" not in caplog.text
 
 
-def test_an_error_that_nobody_waits_for_is_logged_with_its_origin_and_freed(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_errors_without_waiters_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     for make in [*MAKERS, lambda: failed_in_then(lambda _: fail(SystemExit(give_up.__name__)))]:
         caplog.clear()
         alive = weakref.ref(make())
@@ -163,9 +159,7 @@ def test_each_that_asks_gets_an_error_that_shows_its_origin(shared: Mesh) -> Non
             assert "in give_up" in "".join(traceback.format_exception(each))
 
 
-def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_collections_keep_errors(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     for make in MAKERS:
         collected = torch.futures.collect_all([make()])
         gc.collect()
@@ -185,7 +179,7 @@ class StubbornError(OSError):
         super().__init__(f"{one} and {two}")
 
 
-def test_the_error_that_the_program_has_set_is_raised_itself_also_if_it_can_not_be_copied(
+def test_the_error_that_was_set_is_raised_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for error in (KeyError("given up"), StubbornError(1, 2)):
@@ -222,7 +216,7 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("what", [raise_counted, Unreadable], ids=["raised", "unreadable"])
-def test_nothing_is_unpickled_at_the_end_of_a_future(
+def test_the_end_unpickles_nothing(
     shared: Mesh, caplog: pytest.LogCaptureFixture, what: Any
 ) -> None:
     """It may come in any thread at any moment, and what a user wrote may do anything."""
@@ -267,9 +261,7 @@ def test_an_error_of_a_future_that_could_not_be_kept_ends_without_another() -> N
     gc.collect()
 
 
-def test_the_other_errors_of_a_wait_for_all_are_not_logged(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     futures = [rpc.rpc_async(1, give_up) for _ in range(5)]
     with pytest.raises(KeyError, match="given up"):
         rpc.wait_all(futures)
@@ -280,7 +272,7 @@ def test_the_other_errors_of_a_wait_for_all_are_not_logged(
     assert "nobody waited" not in caplog.text
 
 
-def test_a_group_of_errors_that_this_worker_has_caused_is_not_logged(
+def test_a_group_of_own_errors_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for second in (rpc.RpcCancelledError("cancelled"), ValueError("a bug")):
@@ -298,9 +290,7 @@ def records_of(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogR
     return [r for r in caplog.records if text in shown(r)]
 
 
-def test_the_callee_logs_a_failed_handler_once(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_callee_logs_errors_once(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "zrpc.calls.callee")
     for call in WAYS:
         text = f"of its own {id(call)}"
@@ -319,9 +309,7 @@ def fail_when_cancelled() -> None:
     raise KeyError("after the caller has gone")
 
 
-def test_an_error_that_nobody_can_be_told_is_logged_as_one(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_late_errors_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     future = rpc.rpc_async(1, fail_when_cancelled)
     until(lambda: shared.agent(1).pool.active)
     future.cancel()
@@ -330,9 +318,7 @@ def test_an_error_that_nobody_can_be_told_is_logged_as_one(
     assert "a call of fail_when_cancelled failed" in record.getMessage()
 
 
-def test_a_log_that_fails_costs_no_answer_and_no_thread(
-    shared: Mesh, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failing_log_costs_no_answer(shared: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
     with failing_log():
         for number, call in itertools.product(range(20), WAYS):  # more than there are threads
             with pytest.raises(KeyError, match=f"{number}"):

@@ -97,9 +97,7 @@ def finalized(mesh: Mesh, interrupt: Interrupt, act: Callable[[], Any]) -> Any:
 
 
 @interrupts
-def test_a_finalizer_calls_wherever_the_collector_runs_it_but_does_not_wait_for_its_own_thread(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
+def test_a_finalizer_calls_without_a_wait(mesh: Mesh, interrupt: Interrupt) -> None:
     future = finalized(mesh, interrupt, lambda: zrpc.rpc_async("worker1", release))
     assert future.wait() == "released"
     Released.event.clear()
@@ -109,17 +107,13 @@ def test_a_finalizer_calls_wherever_the_collector_runs_it_but_does_not_wait_for_
 
 
 @interrupts
-def test_a_finalizer_makes_no_rref_where_it_might_wait_for_a_lock(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
+def test_a_finalizer_makes_no_rref_under_a_lock(mesh: Mesh, interrupt: Interrupt) -> None:
     for make in (lambda: zrpc.remote("worker1", release), lambda: zrpc.RRef(1)):
         assert "finalizer" in str(finalized(mesh, interrupt, make))
 
 
 @interrupts
-def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
+def test_a_finalizer_cancels_a_call(mesh: Mesh, interrupt: Interrupt) -> None:
     cancelled: list[bool] = []
 
     def run() -> None:
@@ -163,7 +157,7 @@ def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
     return [each.to_here() if isinstance(each, zrpc.RRef) else each.wait() for each in made]
 
 
-def test_a_finalizer_calls_and_makes_rrefs_wherever_the_collector_interrupts_another(
+def test_a_finalizer_acts_wherever_the_collector_interrupts(
     mesh: Mesh,
 ) -> None:
     """It holds up no worker. An RRef is not made everywhere."""

@@ -14,7 +14,6 @@ from tests.support.gates import Gate
 from tests.support.observed import busy, calls_to, stats_of
 from tests.support.steps import at_step, some_steps
 from tests.support.waiting import SOON, until
-from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.testing import Mesh
 
 LIMIT = 1 << 20
@@ -50,34 +49,6 @@ def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:
     gate.open()
     assert flooding.result(SOON) == 40
     until_empty(mesh)
-
-
-@pytest.mark.system
-def test_also_small_calls_wait(mesh: Mesh, gate: Gate) -> None:
-    """So that their number is bounded, at the caller and at the callee."""
-    most = LIMIT // OVERHEAD_BYTES
-    flooding = mesh.submit(0, flood, gate, 4 * most, None)
-    until(lambda: "worker1" in stats_of(mesh).peers)
-    until_waiting(mesh)
-    assert most // 2 < stats_of(mesh).calls_in_flight <= most + 1
-    assert busy(mesh) <= most
-    gate.open()
-    assert flooding.result(SOON) == 4 * most
-
-
-def call_back(to: int, padding: bytes) -> int:
-    return rpc.rpc_sync(to, len, (padding,))
-
-
-def call_with_calls_back(to: int) -> int:
-    futures = [rpc.rpc_async(to, call_back, (1 - to, PART)) for _ in range(40)]
-    return sum(future.wait() for future in futures)
-
-
-def test_handlers_are_not_held_up_by_the_calls_that_wait_for_them(mesh: Mesh) -> None:
-    """Both workers fill their windows with calls whose handlers call back."""
-    futures = [mesh.submit(rank, call_with_calls_back, 1 - rank) for rank in range(2)]
-    assert [future.result(SOON) for future in futures] == [40 * len(PART)] * 2
 
 
 def time_left() -> float | None:
@@ -143,9 +114,7 @@ async def flood_from_a_coroutine(to: int, count: int, gate: Gate, flooded: Gate)
 
 
 @pytest.mark.parametrize("in_handler", [True, False])
-def test_calls_from_a_coroutine_are_sent_when_there_is_room(
-    mesh: Mesh, gate: Gate, in_handler: bool
-) -> None:
+def test_calls_of_coroutines_wait_for_room(mesh: Mesh, gate: Gate, in_handler: bool) -> None:
     here, there = (1, 0) if in_handler else (0, 1)
     with Gate() as flooded:
         arguments = (there, 40, gate, flooded)
@@ -162,9 +131,7 @@ def test_calls_from_a_coroutine_are_sent_when_there_is_room(
     until_empty(mesh, here)
 
 
-def test_calls_from_a_coroutine_that_wait_for_room_end_with_the_mesh(
-    mesh: Mesh, gate: Gate
-) -> None:
+def test_calls_of_coroutines_end_with_the_mesh(mesh: Mesh, gate: Gate) -> None:
     async def leave() -> list[Any]:
         futures = [rpc.rpc_async(1, gate.wait_inside, (PART,)) for _ in range(40)]
         rpc.shutdown(graceful=False)

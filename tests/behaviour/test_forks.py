@@ -89,9 +89,7 @@ def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
         assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
 
 
-def test_a_child_may_join_a_mesh_while_a_thread_of_its_parent_joins_one(
-    free_port: int, tmp_path: Path
-) -> None:
+def test_a_child_joins_a_mesh_while_its_parent_does(free_port: int, tmp_path: Path) -> None:
     def join(name: str, size: int, init_method: str) -> None:
         options = rpc.ZmqRpcBackendOptions(init_method=init_method, init_timeout=6)
         rpc.init_rpc(name, rank=0, world_size=size, rpc_backend_options=options)

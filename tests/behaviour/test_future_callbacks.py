@@ -28,9 +28,7 @@ from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
-def test_a_callback_gets_the_future_itself_may_wait_for_it_and_knows_the_agent(
-    shared: Mesh,
-) -> None:
+def test_a_callback_gets_the_future_and_knows_the_agent(shared: Mesh) -> None:
     future = rpc.rpc_async(1, echo, (3,))
     seen: list[Any] = []
     future.then(seen.append).wait()
@@ -82,9 +80,7 @@ def test_callbacks_run_once_each_in_any_number(shared: Mesh, gate: Gate) -> None
     until(lambda: seen == [7] * 6)
 
 
-def test_an_error_in_a_callback_is_logged_and_harms_nobody(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_a_callback_is_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (1,))
@@ -112,7 +108,7 @@ def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh) -> None:
                 ask()
 
 
-def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
+def test_ctrl_c_in_a_callback_fails_its_future_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     future: rpc.Future[int] = rpc.Future()

@@ -187,9 +187,7 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 
 @pytest.mark.parametrize("of_call", [False, True])
 @pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
-def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
-    shared: Mesh, complete: Any, of_call: bool, gate: Gate
-) -> None:
+def test_ctrl_c_loses_no_future(shared: Mesh, complete: Any, of_call: bool, gate: Gate) -> None:
     """Other threads may wait for it."""
 
     def run(number: int) -> None:

@@ -74,9 +74,7 @@ class Later:
 
 
 @ways
-def test_a_function_or_method_answers_with_the_value_of_its_future(
-    shared: Mesh, call: Call
-) -> None:
+def test_a_function_answers_with_the_value_of_its_future(shared: Mesh, call: Call) -> None:
     offset = 100
 
     @async_execution
@@ -296,27 +294,6 @@ def test_coroutines_of_one_worker_can_meet_also_if_one_stops_their_loop(caller: 
     assert rpc.rpc_sync(1, stop_the_loop, timeout=5) == "stopped"
     rpc.rpc_sync(1, set_event, (7,), timeout=5)
     assert torch.futures.wait_all(waiting) == ["was set"] * 30
-
-
-async def where() -> tuple[str, int, str]:
-    loop = asyncio.get_running_loop()
-    return rpc.get_worker_info().name, id(loop), threading.current_thread().name
-
-
-def test_all_run_in_the_workers_own_loop(shared: Mesh) -> None:
-    places = {rpc.rpc_sync(to, where) for to in (0, 1, 0, 1)}
-    assert len(places) == 2
-    assert {name for name, _, _ in places} == {"worker0", "worker1"}
-    assert len({loop for _, loop, _ in places}) == 2
-
-
-async def gather_from(peers: list[int], count: int) -> int:
-    return sum(await asyncio.gather(*[rpc.rpc_async(p, double, (1,)) for p in peers * count]))
-
-
-@pytest.mark.zrpc(workers=3, options={"num_worker_threads": 1})
-def test_a_fan_out_in_async_def(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, gather_from, ([0, 1, 2], 30)) == 180
 
 
 async def blocks(gate: Gate) -> None:

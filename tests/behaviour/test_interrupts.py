@@ -68,9 +68,20 @@ def sync_call(i: Any) -> None:
     assert rpc_sync("worker1", divmod, args=(i, 7)) == divmod(i, 7)
 
 
-def tensor_call(i: Any) -> None:
+def tensor_call(i: Any, size: int = 10_000) -> None:
     # Too large for the table: a message of several frames.
-    assert rpc_sync("worker1", torch.neg, args=(torch.full((10_000,), i),))[-1] == -i
+    assert rpc_sync("worker1", torch.neg, args=(torch.full((size,), i),))[-1] == -i
+
+
+def shared_call(i: Any) -> None:
+    """By shared memory."""
+    tensor_call(i, 100_000)
+
+
+def mixed_call(i: Any) -> None:
+    future = rpc_async("worker1", divmod, args=(i, 7))
+    sync_call(i)
+    assert future.wait() == divmod(i, 7)
 
 
 def until_all_is_returned(agents: Any) -> None:
@@ -80,17 +91,6 @@ def until_all_is_returned(agents: Any) -> None:
     """
     pools = [agent.service(SharedMemoryService).pool for agent in agents]
     until(lambda: not any(pool.lent for pool in pools), "all is returned", collect=True)
-
-
-def shared_call(i: Any) -> None:
-    """By shared memory."""
-    assert rpc_sync("worker1", torch.neg, args=(torch.full((100_000,), i),))[-1] == -i
-
-
-def mixed_call(i: Any) -> None:
-    future = rpc_async("worker1", divmod, args=(i, 7))
-    sync_call(i)
-    assert future.wait() == divmod(i, 7)
 
 
 # pyzmq looks after signals also where it frees a frame, and can't raise there.
@@ -110,20 +110,16 @@ def test_an_interruption_at_any_moment_loses_no_message(agents: Any) -> None:
     shut_down(agents)
 
 
-def test_an_interrupted_wait_can_be_taken_up_again(agents: Any, gate: Gate) -> None:
-    with agents[0].as_current():
+def test_an_interrupted_wait_goes_on_and_a_call_is_cancelled(agents: Any) -> None:
+    """Nobody will ask for the outcome of the call."""
+    with agents[0].as_current(), Watched() as watched:
         for _ in range(20):
             sync_call(1)
-        future = rpc_async("worker1", gate.wait_inside, args=("done",))
+        future = rpc_async("worker1", watched.wait_inside, args=("done",))
+        watched.await_entry()
         assert until_interrupted(lambda _: future.wait(), 0.02) == 0
-        gate.open()
+        watched.open()
         assert future.wait() == "done"
-
-
-def test_an_interrupted_call_is_cancelled(agents: Any) -> None:
-    """Nobody will ask for its outcome."""
-    with agents[0].as_current(), Watched() as watched:
-        sync_call(1)
         entered = watched.entered.acquire
         assert until_interrupted(lambda _: rpc_sync("worker1", watched.watch), entered) == 0
         assert watched.await_end() == [True]
@@ -132,9 +128,7 @@ def test_an_interrupted_call_is_cancelled(agents: Any) -> None:
     shut_down(agents)
 
 
-def test_a_call_whose_future_ctrl_c_keeps_from_the_program_is_cancelled(
-    agents: Any, gate: Gate
-) -> None:
+def test_a_call_whose_future_is_lost_to_ctrl_c_is_cancelled(agents: Any, gate: Gate) -> None:
     """Also if Ctrl-C comes while handlers are held back, and so is raised at the end."""
 
     def run(number: int) -> None:

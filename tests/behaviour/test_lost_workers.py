@@ -219,9 +219,7 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
-def test_a_worker_without_heartbeats_is_not_taken_for_silent(
-    mesh: Mesh, monkeypatch: Any, caplog: Any
-) -> None:
+def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplog: Any) -> None:
     agent = mesh.agent(0)
     tried = threading.Semaphore(0)
 

@@ -150,9 +150,7 @@ except Failed as error:
     run(programs, HEAD + calls + END, plain)
 
 
-def test_a_function_of_the_main_script_means_that_of_the_callee_only_if_the_scripts_are_equal(
-    programs: Programs,
-) -> None:
+def test_a_function_means_that_of_the_callee_in_an_equal_script(programs: Programs) -> None:
     """An equal script may lie at two places, as on two hosts."""
     equal = f"{HEAD}assert rpc.rpc_sync(other, whose) == 1 - rank{END}"
     one = f"{HEAD}assert rpc.rpc_sync(other, whose) == 0{END}"

@@ -45,9 +45,7 @@ def one_way(mesh: Mesh, unreachable: str) -> str:
 
 @pytest.mark.system
 @pytest.mark.parametrize("caller", [0, 1])
-def test_a_call_without_a_timeout_fails_and_names_the_direction(
-    mesh: Mesh, one_way: str, caller: int
-) -> None:
+def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: int) -> None:
     """That of worker 0 arrives, and its answer does not."""
     errors = {0: rf"worker1 \(rank 1\) is gone: it could not connect .*has tried {one_way}"}
     errors[1] = f"no connection to it at {one_way} could be made"

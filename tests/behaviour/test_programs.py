@@ -41,9 +41,7 @@ def again(options=None):
 )
 
 
-def test_several_meshes_one_after_another(
-    succeed: Succeed, programs: Programs, tmp_path: Path
-) -> None:
+def test_several_meshes_in_turn(succeed: Succeed, programs: Programs, tmp_path: Path) -> None:
     urls = ["env://", f"tcp://127.0.0.1:{programs.port}", f"file://{tmp_path}/store"]
     succeed(
         f"{AGAIN}for url in {urls}:\n"
@@ -206,9 +204,7 @@ rpc.shutdown()
     )
 
 
-def test_a_shutdown_in_a_finalizer_and_at_the_end_of_an_interpreter(
-    succeed: Succeed, programs: Programs
-) -> None:
+def test_a_shutdown_in_a_finalizer(succeed: Succeed, programs: Programs) -> None:
     """Of an object of main, of one in a cycle, of a handler's, and at the interpreter's end."""
     outputs = succeed(
         HEAD

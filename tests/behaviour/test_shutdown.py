@@ -134,7 +134,7 @@ def call(agent: Agent) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("begin", [call, Agent.shutdown], ids=["a call", "a shutdown"])
-def test_what_begins_while_another_thread_closes_the_agent_ends(
+def test_what_begins_as_the_agent_closes_ends(
     make_mesh: MakeMesh, begin: Callable[[Agent], None]
 ) -> None:
     """At whichever step of it the agent is closed."""
@@ -205,9 +205,7 @@ def test_a_graceful_one_from_a_handler_is_refused(caller: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_not_graceful_is_immediate_and_local(
-    make_mesh: MakeMesh, transport: str, gate: Gate
-) -> None:
+def test_not_graceful_is_at_once_and_local(make_mesh: MakeMesh, transport: str, gate: Gate) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})
     with mesh.agent(0).as_current():
         pending = rpc.rpc_async(1, gate.wait_inside)
@@ -229,13 +227,3 @@ def test_not_graceful_is_immediate_and_local(
         assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
     gate.open()
     leaving.result(SOON)
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3)
-def test_survivors_end_gracefully_without_the_lowest_rank(mesh: Mesh) -> None:
-    begun = end(mesh, 2)  # it has told worker0 already
-    mesh.run(0, rpc.shutdown, graceful=False)
-    last = end(mesh, 1)
-    for each in [begun, last]:
-        each.result(SOON)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
@@ -45,6 +44,15 @@ def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
+@pytest.mark.zrpc(workers=3)
+def test_the_lowest_rank_leaves_at_once_which_another_has_told_already(mesh: Mesh) -> None:
+    begun = mesh.submit(2, rpc.shutdown)
+    mesh.run(0, rpc.shutdown, graceful=False)
+    for each in [begun, mesh.submit(1, rpc.shutdown)]:
+        each.result(SOON)
+
+
+@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
     first = mesh.submit(2, rpc.shutdown)  # it has told worker0 already
@@ -79,13 +87,11 @@ def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> N
     with mesh.agent(0).as_current():
         pending = rpc.rpc_async(1, gate.wait_inside)
         gate.await_entry()
-    began = time.monotonic()
     ends = [mesh.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
     with pytest.raises(rpc.RpcTimeoutError, match=r"still running here: 1"):
         ends[1].result(SOON)
     with pytest.raises(rpc.RpcTimeoutError):
         ends[0].result(SOON)
-    assert time.monotonic() - began < SOON
     with pytest.raises(rpc.RpcError):
         pending.wait()
     gate.open()

@@ -185,9 +185,7 @@ class TestErrorsOfHandlers:
         assert caught.value is error
         call()
 
-    def test_the_references_in_the_arguments_are_taken_back(
-        self, caller: Mesh, handle: Handle
-    ) -> None:
+    def test_references_in_arguments_are_taken_back(self, caller: Mesh, handle: Handle) -> None:
         handle(raises(TimeIsOver()))
         rref = rpc.RRef([1])
         with pytest.raises(TimeIsOver):

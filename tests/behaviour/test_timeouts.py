@@ -63,9 +63,7 @@ def opened_late() -> Iterator[Gate]:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"rpc_timeout": 0.02})
-def test_the_default_can_be_set_and_a_timeout_of_the_call_goes_first(
-    caller: Mesh, gate: Gate
-) -> None:
+def test_a_timeout_of_the_call_goes_before_the_default(caller: Mesh, gate: Gate) -> None:
     assert rpc.UNSET_RPC_TIMEOUT == -1
     assert rpc.get_rpc_timeout() == pytest.approx(0.02)
     for call in WAYS:
@@ -157,9 +155,7 @@ def test_a_nested_call_ends_with_its_caller(shared: Mesh, gate: Gate) -> None:
 
 
 @pytest.mark.system
-def test_a_shorter_timeout_of_the_nested_call_holds_and_the_next_handler_has_none(
-    caller: Mesh, gate: Gate
-) -> None:
+def test_a_nested_call_may_have_a_shorter_timeout(caller: Mesh, gate: Gate) -> None:
     for _ in range(3):
         with pytest.raises(rpc.RpcTimeoutError):
             rpc.rpc_sync(1, nested, (gate, 0.02), timeout=0.5)

@@ -93,18 +93,14 @@ CALLS = [
 
 
 @pytest.mark.parametrize("function", CALLS)
-def test_compiled_code_calls_and_only_its_own_parts_are_compiled(
-    caller: Mesh, function: Callable[[], Any]
-) -> None:
+def test_only_the_programs_parts_are_compiled(caller: Mesh, function: Callable[[], Any]) -> None:
     assert compiled(function)().tolist() == [5, 5, 5]
     assert 0 < frames() <= 4
 
 
 @pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
 @pytest.mark.parametrize("makes_proxy", [True, False])
-def test_compiled_code_calls_methods_through_a_proxy(
-    caller: Mesh, way: str, makes_proxy: bool
-) -> None:
+def test_compiled_code_calls_methods_by_proxy(caller: Mesh, way: str, makes_proxy: bool) -> None:
     rref = zrpc.remote("worker1", Model)
     proxy = getattr(rref, way)()
 
@@ -169,9 +165,7 @@ REFUSED: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_graph_without_breaks_is_refused_by_an_error_that_names_the_use_of_zrpc(
-    caller: Mesh, name: str
-) -> None:
+def test_a_graph_without_breaks_names_the_use_of_zrpc(caller: Mesh, name: str) -> None:
     with pytest.raises(Exception, match=f"(?s){name}") as raised:
         compiled(REFUSED[name], fullgraph=True)()
     assert type(raised.value).__module__ == "torch._dynamo.exc"
@@ -249,9 +243,7 @@ def test_a_compiled_function_is_called_by_its_name(caller: Mesh) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_local_compiled_function_arrives_compiled_with_its_settings(
-    caller: Mesh, settings: dict[str, Any]
-) -> None:
+def test_a_local_function_arrives_with_its_settings(caller: Mesh, settings: dict[str, Any]) -> None:
     function = compiled(lambda x: x * 3, **settings)
     assert zrpc.rpc_sync("worker1", settings_of, (function,)) == settings_of(function)
 
