@@ -171,7 +171,7 @@ def test_a_backward_pass_of_a_thread_is_refused(mesh: Mesh, gate: Gate) -> None:
 # -- what still may call ---------------------------------------------------------------------
 
 
-def in_a_thread(gate: Gate) -> Any:
+def in_a_thread_of_its_own(gate: Gate) -> Any:
     """Is a handler that calls the others in threads of the program's own."""
     gate.wait_inside()
     agent = current_agent()
@@ -207,7 +207,7 @@ def with_grad(gate: Gate) -> float:
 
 def test_handlers_may_call(mesh: Mesh, gate: Gate) -> None:
     with mesh.agent(0).as_current():
-        handlers = (in_a_thread, in_a_shield, in_a_coroutine, with_grad)
+        handlers = (in_a_thread_of_its_own, in_a_shield, in_a_coroutine, with_grad)
         calls = [rpc.rpc_async(1, handler, (gate,)) for handler in handlers]
     gate.await_entry(3)
     with when_all_leave(mesh, gate):
@@ -315,49 +315,30 @@ def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, gate: Gate) -> None:
     assert noted == [list(range(50, -1, -1))] * 2
 
 
-def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh, gate: Gate) -> None:
+class Slow:
+    """Takes long to be read."""
+
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
+
+    def __reduce__(self) -> Any:
+        return self.gate.wait_inside, ()
+
+
+def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh, gate: Gate) -> None:
+    """Its callbacks may call."""
+
     def wait() -> Any:
-        call = rpc.rpc_async(1, gate.wait_inside)
+        call = rpc.rpc_async(1, Slow, (gate,))
         chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
         call.wait()
         return chained.wait()
 
     waiting = in_thread(mesh, 0, wait)
-    with when_all_leave(mesh, gate):
-        pass
-    assert waiting.result(SOON) == 7
-
-
-class Slow:
-    """Takes long to be read."""
-
-    read, go = threading.Event(), threading.Event()
-
-    def __reduce__(self) -> Any:
-        return read_slowly, ()
-
-
-def read_slowly() -> None:
-    Slow.read.set()
-    assert Slow.go.wait(SOON)
-
-
-def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh) -> None:
-    """Its callbacks may call."""
-
-    def wait() -> Any:
-        call = rpc.rpc_async(1, Slow)
-        chained = call.then(lambda _: rpc.rpc_sync(1, echo, (7,)))
-        call.wait()
-        return chained.wait()
-
-    waiting = in_thread(mesh, 0, wait)
-    assert Slow.read.wait(SOON)
+    gate.await_entry()
     ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-    try:
-        assert pending(ends[0], 0.3)
-    finally:
-        Slow.go.set()
+    assert pending(ends[0], 0.3)
+    gate.open()
     assert waiting.result(SOON) == 7
     for end in ends:
         end.result(SOON)

@@ -88,10 +88,6 @@ def limit_memory(mebibytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def allocate_tensor() -> torch.Tensor:
-    return torch.empty(1 << 50)
-
-
 def allocate_bytes() -> bytes:
     return bytes(1 << 50)
 
@@ -173,7 +169,7 @@ def test_no_memory_left(mesh: Mesh) -> None:
         assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
     mesh.run("worker1", limit_memory, 100)
     attempts = [
-        mesh.run("worker0", attempt, "worker1", allocate_tensor),
+        mesh.run("worker0", attempt, "worker1", torch.empty, 1 << 50),
         mesh.run("worker0", attempt, "worker1", allocate_bytes),
         mesh.run("worker0", attempt, "worker1", many_bytes, 60 << 20),
         mesh.run("worker0", attempt_large, "worker1", 16 * LARGE),  # a segment of 256 MiB

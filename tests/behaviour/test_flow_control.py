@@ -1,4 +1,4 @@
-"""Callers that are faster than the worker that they call."""
+"""Callers that are faster than the worker that they call, and small messages beside large ones."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.identity import emptied
 from tests.support.observed import busy, calls_to, stats_of
 from tests.support.steps import at_step, some_steps
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
 
 LIMIT = 1 << 20
 PART = bytes(LIMIT // 16)
@@ -139,3 +142,53 @@ def test_calls_of_coroutines_end_with_the_mesh(mesh: Mesh, gate: Gate) -> None:
 
     outcomes = mesh.run(0, asyncio.run, leave())
     assert {type(outcome) for outcome in outcomes} == {rpc.NotInitializedError}
+
+
+# -- small messages beside large ones --------------------------------------------------------------
+
+MIB = 1 << 20
+order: list[str] = emptied([])
+
+
+def note(tensor: torch.Tensor, name: str) -> int:
+    order.append(name)
+    return tensor.numel()
+
+
+def send_both(size: int) -> int:
+    """A large call, and then small ones until the large one is done."""
+    order.clear()
+    large = rpc.rpc_async(1, note, (torch.zeros(size, dtype=torch.uint8), "large"))
+    while not large.done():
+        rpc.rpc_sync(1, note, (torch.zeros(1), "small"))
+    assert large.wait() == size
+    return order.index("large")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"transport": "tcp"},
+        {"transport": "tcp", "security": "none"},
+        {"transport": "ipc", "shared_memory": 0},
+    ],
+    ids=["tcp", "plain tcp", "ipc"],
+)
+@pytest.mark.filterwarnings("ignore:.*security")
+def test_small_calls_do_not_wait_for_a_large_one(make_mesh: MakeMesh, options: Any) -> None:
+    mesh = make_mesh(workers=2, options={**options, "max_bytes_in_flight": 0})
+    for _ in range(5):
+        # How many is a matter of speed; that any get through before it is not.
+        if mesh.run(0, send_both, 128 * MIB) > 0:
+            break
+    else:
+        pytest.fail("all small calls waited until the large one was there")
+
+
+@pytest.mark.system
+def test_a_graceful_shutdown_waits_for_large_messages(make_mesh: MakeMesh) -> None:
+    mesh = make_mesh(workers=2, options={"transport": "ipc", "shared_memory": 0})
+    mesh.run(0, rpc.rpc_async, 1, note, (torch.zeros(64 * MIB, dtype=torch.uint8), "large"))
+    mesh.shutdown()
+    assert order == ["large"]

@@ -193,11 +193,6 @@ if pid == 0:
     sys.exit(6)  # with all that runs at exit
 assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 6
 
-import multiprocessing
-child = multiprocessing.get_context("fork").Process(target=print, args=("child",))
-child.start()
-child.join(20)
-assert child.exitcode == 0, child.exitcode
 assert rref.to_here() == {"a": 1}
 rpc.shutdown()
 """
