@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 
 import zrpc as rpc
-from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.ways import WAYS, Call, ways
 from zrpc.testing import Mesh
@@ -102,29 +101,6 @@ def test_values_arrive_as_they_went_and_are_copies(shared: Mesh, call: Call) -> 
         assert values == [1]
         rpc.rpc_sync(to, kept).append(2)
         assert _kept == [1]
-
-
-# -- when ----------------------------------------------------------------------------------------
-
-
-def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, ("a",))
-    rref = rpc.remote(1, gate.wait_inside, ("b",))
-    gate.await_entry(2)
-    assert not future.done()
-    gate.open()
-    assert (future.wait(), rref.to_here()) == ("a", "b")
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 2})
-def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh, gate: Gate) -> None:
-    held = [rpc.rpc_async(0, gate.work_inside) for _ in range(2)]
-    gate.await_entry(2)
-    late = rpc.rpc_async(0, gate.wait_inside)
-    assert not gate.entered.acquire(timeout=0.5)
-    gate.open()
-    assert [f.wait() for f in [*held, late]] == [None] * 3
 
 
 # -- by name -------------------------------------------------------------------------------------

@@ -124,11 +124,6 @@ def test_what_can_not_travel_arrives_as_text(shared: Mesh, call: Call) -> None:
             assert part in str(info.value)
 
 
-def test_skip_of_a_test_in_a_handler_skips_it(shared: Mesh) -> None:
-    with pytest.raises(pytest.skip.Exception, match="no gpu"):
-        rpc.rpc_sync(1, pytest.skip, ("no gpu",), timeout=10)
-
-
 def test_sys_exit_in_a_handler_does_not_end_the_worker(shared: Mesh) -> None:
     for _ in range(20):  # more than it has threads
         with pytest.raises(rpc.RemoteError, match="SystemExit"):

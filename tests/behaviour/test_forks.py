@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zrpc as rpc
-from tests.support import forks
-from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.system
@@ -87,30 +82,3 @@ def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
     for handler in (fork_in_callback, answer_by_callback):
         assert rpc.rpc_sync("worker1", handler, args=(result,), timeout=20) == 0
         assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
-
-
-def test_a_child_joins_a_mesh_while_its_parent_does(free_port: int, tmp_path: Path) -> None:
-    def join(name: str, size: int, init_method: str) -> None:
-        options = rpc.ZmqRpcBackendOptions(init_method=init_method, init_timeout=6)
-        rpc.init_rpc(name, rank=0, world_size=size, rpc_backend_options=options)
-
-    def wait_in_vain() -> None:
-        with pytest.raises(rpc.RendezvousError):
-            join("parent", 2, f"tcp://127.0.0.1:{free_port}")
-
-    def join_alone() -> None:
-        join("child", 1, f"file://{tmp_path / 'store'}")
-        rpc.shutdown()
-
-    thread = threading.Thread(target=wait_in_vain)
-    thread.start()
-    until(lambda: is_listening(free_port))
-    child = forks.fork(join_alone)
-    _children.append(child)
-    thread.join(SOON)
-    assert forks.exit_code(child) == 0
-
-
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -24,7 +24,7 @@ from tests.support.settled import caught, chain, result_within
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
 from tests.support.threads import start_all
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
 
@@ -66,18 +66,6 @@ def test_a_type_error_is_that_of_torch_unless_it_is_the_callees(shared: Mesh) ->
     with pytest.raises(TypeError, match=r"^the callee's$") as info:
         failed.wait()
     assert info.type is TypeError
-
-
-def test_callbacks_run_once_each_in_any_number(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, (7,))
-    seen: list[int] = []
-    for _ in range(5):
-        future.add_done_callback(lambda f: seen.append(f.wait()))
-    assert seen == []
-    gate.open()
-    future.wait()
-    future.add_done_callback(lambda f: seen.append(f.wait()))
-    until(lambda: seen == [7] * 6)
 
 
 def test_an_error_in_a_callback_is_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:

@@ -234,20 +234,6 @@ def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplo
     assert "WorkerInfo(id=1, name=worker1) can't be asked for heartbeats" in caplog.text
 
 
-# -- what a flood of calls to the dead leaves behind ------------------------------------------
-
-
-def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
-    mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
-    network = mesh.agent(0).network
-    assert network.knows(1)
-    mesh.run(1, rpc.shutdown, graceful=False)
-    for _ in range(100):
-        with pytest.raises(rpc.WorkerDied):
-            mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
-    until(lambda: not network.knows(1))
-
-
 # -- hooks -----------------------------------------------------------------------------------
 
 

@@ -259,22 +259,3 @@ def test_a_class_keeps_its_state_from_call_to_call(mesh: Mesh) -> None:
         calls += [mesh.run(0, call, "worker1", make()), mesh.run(0, call, "worker1", make())]
         assert calls == [1, 2, 3, 4]
     assert mesh.run(1, add, Sub()) == 50  # it has its base class's state
-
-
-@IN_PROCESSES
-def test_a_redefined_method_reaches_the_workers(mesh: Mesh) -> None:
-    class Redefined(Counter):
-        total = 0
-
-        def version(self) -> str:
-            return "first"
-
-    def version(value: Any) -> Any:
-        return value.version()
-
-    assert mesh.run(1, add, Redefined()) == 1
-    assert mesh.run(1, version, Redefined()) == "first"
-    Redefined.version = lambda self: "second"  # type: ignore[method-assign]
-    assert mesh.run(1, version, Redefined()) == "second"
-    assert mesh.run(0, zrpc.rpc_sync, "worker2", version, (Redefined(),)) == "second"
-    assert mesh.run(1, add, Redefined()) == 2

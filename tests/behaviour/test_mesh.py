@@ -14,7 +14,7 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.threads import start_all
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON
 from zrpc.agent.current import current_agent
 from zrpc.testing import Mesh
 
@@ -112,16 +112,6 @@ def test_worker_info_is_a_value() -> None:
         text = r"Worker name must match .* must be non-empty and shorter than 128 chars, but got"
         with pytest.raises(RuntimeError, match=text):
             rpc.WorkerInfo(name, 0)
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3)
-def test_a_lost_worker_is_no_longer_listed_but_counted(mesh: Mesh) -> None:
-    mesh.agent(2).close()
-    with mesh.agent(0).as_current():
-        until(lambda: len(rpc.get_worker_infos()) == 2, "the loss is noticed")
-        assert [info.name for info in rpc.get_worker_infos()] == NAMES[:2]
-        assert rpc.world_size() == 3
 
 
 def agent_number(*way: int) -> int:

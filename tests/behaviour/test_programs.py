@@ -29,44 +29,17 @@ def codes(ended: Sequence[Ended]) -> list[int]:
 
 # -- the beginning -------------------------------------------------------------------------------
 
-AGAIN = (
-    HEAD
-    + """
-def again(options=None):
-    rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    assert rpc.rpc_sync(other, torch.add, (torch.ones(1), rank)).item() == 1 + rank
-    assert rpc.rpc_sync(other, rpc.get_worker_info).name == other
-    rpc.shutdown()
-"""
-)
-
 
 def test_several_meshes_in_turn(succeed: Succeed, programs: Programs, tmp_path: Path) -> None:
     urls = ["env://", f"tcp://127.0.0.1:{programs.port}", f"file://{tmp_path}/store"]
     succeed(
-        f"{AGAIN}for url in {urls}:\n"
-        "    options = rpc.ZmqRpcBackendOptions(init_method=url, init_timeout=20)\n"
-        "    for _ in range(3): again(options)\n"
-    )
-
-
-def test_a_retry_after_a_failure_finds_the_others(succeed: Succeed) -> None:
-    """Rank 1 comes when rank 0 has failed once already."""
-    succeed(
-        AGAIN
-        + """
-from pathlib import Path
-if rank == 0:
-    try:
-        again(rpc.ZmqRpcBackendOptions(init_timeout=0.5))
-    except rpc.RendezvousError as error:
-        assert "rank 1 is missing" in str(error)
-        Path("failed").touch()
-    else:
-        sys.exit("nobody was missing")
-while not Path("failed").exists():
-    time.sleep(0.01)
-again(rpc.ZmqRpcBackendOptions(init_timeout=20))
+        HEAD
+        + f"""
+for url in {urls} * 2:
+    options = rpc.ZmqRpcBackendOptions(init_method=url, init_timeout=20)
+    rpc.init_rpc(f"w{{rank}}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    assert rpc.rpc_sync(other, rpc.get_worker_info).name == other
+    rpc.shutdown()
 """
     )
 
@@ -74,7 +47,7 @@ again(rpc.ZmqRpcBackendOptions(init_timeout=20))
 def test_beside_a_gloo_group(succeed: Succeed, tmp_path: Path) -> None:
     """Of the same variables, or of the same file."""
     succeed(
-        AGAIN
+        HEAD
         + f"""
 import torch.distributed as dist
 for url in ("env://", "file://{tmp_path}/shared"):
@@ -93,21 +66,6 @@ for url in ("env://", "file://{tmp_path}/shared"):
 
 
 # -- the end -------------------------------------------------------------------------------------
-
-
-def test_what_is_left_in_a_program_that_goes_on(succeed: Succeed) -> None:
-    succeed(
-        HEAD
-        + JOIN
-        + """
-assert any(thread.name.startswith("zrpc") for thread in threading.enumerate())
-rpc.shutdown()
-assert [t.name for t in threading.enumerate() if t is not threading.main_thread()] == []
-links = [os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd")
-         if os.path.exists(f"/proc/self/fd/{n}")]
-assert not [link for link in links if "zrpc" in link or "memfd" in link], links
-"""
-    )
 
 
 def test_after_an_exception_nobody_waits(programs: Programs) -> None:
@@ -154,22 +112,17 @@ prepared = threading.Event()  # a handler may run before this program goes on
 def fork():
     assert prepared.wait(20)
     pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)  # kills the child if it waits
+    if pid != 0:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    signal.alarm(20)  # kills the child if it waits
+    assert not rpc.is_initialized()
+    for use in USES:
         try:
-            assert not rpc.is_initialized()
-            for use in USES:
-                try:
-                    use()
-                except rpc.NotInitializedError as error:
-                    assert use in USES[:3] or "forked" in str(error)
-                    continue
-                os._exit(9)
-            sys.stdout.flush()
-            os._exit(7)
-        finally:
-            os._exit(8)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            use()
+            os._exit(9)
+        except rpc.NotInitializedError as error:
+            assert use in USES[:3] or "forked" in str(error)
+    os._exit(7)
 """
         + JOIN
         + """

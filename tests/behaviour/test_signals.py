@@ -158,24 +158,6 @@ def test_a_graceful_shutdown_is_interrupted(agents: Any) -> None:
     agents[1].shutdown(timeout=20)
 
 
-def test_others_are_heard_while_a_thread_makes_one_call_after_the_other(agents: Any) -> None:
-    """Though that thread receives its answers itself."""
-    end = threading.Event()
-
-    def call_on_and_on() -> None:
-        with agents[0].as_current():
-            while not end.is_set():
-                sync_call(1)
-
-    caller = threading.Thread(target=call_on_and_on)
-    caller.start()
-    with agents[1].as_current():
-        for i in range(50):
-            assert rpc.rpc_sync("worker0", divmod, args=(i, 7), timeout=10) == divmod(i, 7)
-    end.set()
-    caller.join()
-
-
 @pytest.fixture
 def handle() -> Iterator[Handle]:
     with signal_handlers() as handle:
