@@ -54,6 +54,21 @@ def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:
     until_empty(mesh)
 
 
+def call_back(to: int, padding: bytes) -> int:
+    return rpc.rpc_sync(to, len, (padding,))
+
+
+def call_with_calls_back(to: int) -> int:
+    futures = [rpc.rpc_async(to, call_back, (1 - to, PART)) for _ in range(40)]
+    return sum(future.wait() for future in futures)
+
+
+def test_handlers_are_not_held_up_by_the_calls_that_wait_for_them(mesh: Mesh) -> None:
+    """Both workers fill their windows with calls whose handlers call back."""
+    futures = [mesh.submit(rank, call_with_calls_back, 1 - rank) for rank in range(2)]
+    assert [future.result(SOON) for future in futures] == [40 * len(PART)] * 2
+
+
 def time_left() -> float | None:
     times_left.append(rpc.current_call().time_remaining())
     return times_left[-1]
