@@ -1,4 +1,4 @@
-"""Functions that are sent by value: the names of their files, and caches."""
+"""Functions that are sent by value: what they keep, and those that come back home."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 import traceback
+import types
 from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
@@ -15,6 +16,7 @@ import cloudpickle
 import pytest
 
 import zrpc
+from tests.support.forks import exit_code, fork
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.pickling import dumps
@@ -39,9 +41,6 @@ def test_the_file_of_a_function_and_of_those_in_it_is_known() -> None:
     copied = pickle.loads(dumps(nested()))
     assert copied.__code__ is not nested().__code__
     assert file_of(copied) == file_of(copied()) == __file__
-
-
-def test_functions_of_a_cell_or_a_string_keep_its_name() -> None:
     scope: dict[str, Any] = {}
     exec(compile("f = lambda: '<dynamic-code>'", "<cell 7>", "exec"), scope)
     copied = pickle.loads(dumps(scope["f"]))
@@ -92,21 +91,12 @@ def test_a_local_function_with_a_cache_can_be_called(mesh: Mesh) -> None:
     assert mesh.run(0, zrpc.rpc_sync, "worker1", functools.cache(lambda: local() + 1)) == 6
 
 
-def test_a_class_with_a_cached_property_goes_by_value() -> None:
-    class Local:
-        @functools.cached_property
-        def value(self) -> list[int]:
-            return []
-
-    copied = pickle.loads(dumps(Local))()
-    assert copied.value is copied.value
-
-
 def test_a_function_that_uses_the_environment_finds_that_of_its_process() -> None:
-    environ = os.environ
-    found = pickle.loads(dumps((environ.get, lambda: environ), False))
+    environ, method = os.environ, Fraction.from_float  # a class method is the same, too
+    found = pickle.loads(dumps((environ.get, lambda: environ, method), False))
     assert found[0].__self__ is environ
     assert found[1]() is environ
+    assert found[2] == method
 
 
 @pytest.mark.system
@@ -148,6 +138,83 @@ def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
     assert caught.value.code == 3
 
 
-def test_a_class_method_of_a_module_is_the_same_in_a_message_by_value() -> None:
-    method = Fraction.from_float
-    assert pickle.loads(dumps([method, lambda: 0]))[0] == method
+def copied(function: Any) -> Any:
+    return pickle.loads(dumps(function))
+
+
+def make_counter() -> Callable[[], int]:
+    count = 0
+
+    def add() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return add
+
+
+def test_a_copy_that_comes_back_is_the_original() -> None:
+    add = make_counter()
+    copy = copied(add)
+    assert copy is not add
+    assert copy() == add() == 1
+    assert copied(copy) is add
+    assert copied(copied(copy)) is not add  # of the original, which has travelled once more
+    assert add() == 2
+
+
+def test_what_comes_back_changes_nothing_at_home() -> None:
+    add = make_counter()
+    add.note = "before"  # type: ignore[attr-defined]
+    body = dumps(copied(add))
+    add.note = "after"  # type: ignore[attr-defined]
+    add()
+    assert pickle.loads(body).note == "after"
+    assert add() == 2
+
+
+def test_a_copy_whose_original_is_gone_has_the_globals_of_its_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = types.ModuleType("cell")
+    exec("total = 1\ndef get():\n    return total", vars(cell))
+    copy = copied(cell.get)  # while it can't be imported
+    monkeypatch.setitem(sys.modules, "cell", cell)
+    del cell.get
+    assert copied(copy)() == 1
+
+    exec("def get():\n    return total", vars(cell))
+    get = cell.get
+    get.__qualname__ = "<locals>.get"  # can't be found by name
+    copy = copied(get)
+    del cell.get, get
+    cell.total = 2
+    assert copy() == 1
+    assert copied(copy)() == 2
+
+
+@pytest.mark.system
+def test_a_forked_child_is_not_the_home_of_its_parents_functions() -> None:
+    add = make_counter()
+    body = dumps(copied(add))
+    assert exit_code(fork(lambda: pickle.loads(body) is add)) == 0
+
+
+@pytest.mark.zrpc(processes=True, workers=3)
+def test_a_callback_by_way_of_other_workers_runs_on_the_caller_itself(mesh: Mesh) -> None:
+    def call() -> tuple[list[int], bool]:
+        found: list[int] = []
+
+        def tell(value: int) -> None:
+            found.append(value)
+
+        def relay(function: Any, names: list[str]) -> Any:
+            if names:
+                return zrpc.rpc_sync(names[0], relay, args=(function, names[1:]))
+            zrpc.rpc_sync("worker0", function, args=(7,))
+            return function
+
+        back = zrpc.rpc_sync("worker1", relay, args=(tell, ["worker2"]))
+        return found, back is tell
+
+    assert mesh.run(0, call) == ([7], True)

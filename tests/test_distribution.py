@@ -1,7 +1,9 @@
-"""The wheel and the source distribution hold what a user needs, and work when installed."""
+"""What is released: the wheel, the source distribution, the workflow, and the README."""
 
 from __future__ import annotations
 
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.docs.pages import links
 
 ROOT = Path(__file__).parents[1]
 SECONDS = 300
@@ -32,8 +37,6 @@ assert_type(zrpc.rpc_sync("worker1", square, args=(2,)), int)
 zrpc.rpc_sync("worker1", 3)  # type: ignore[call-overload]  # pyright: ignore
 """
 
-pytestmark = pytest.mark.system
-
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,6 +50,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.system
 def test_the_wheel_has_the_package_and_nothing_else(distributions: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
@@ -58,6 +62,7 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions: Path) -> None
     assert packed == {*present, "zrpc/py.typed"}
 
 
+@pytest.mark.system
 def test_the_source_distribution_has_readme_and_licence(distributions: Path) -> None:
     (archive,) = distributions.glob("*.tar.gz")
     with tarfile.open(archive) as opened:
@@ -66,6 +71,7 @@ def test_the_source_distribution_has_readme_and_licence(distributions: Path) -> 
     assert "zrpc/cli/launch.py" in names
 
 
+@pytest.mark.system
 def test_the_wheel_works_in_a_new_environment(distributions: Path, tmp_path: Path) -> None:
     (wheel,) = distributions.glob("*.whl")
     bin, packages = _environment_with(tmp_path, str(wheel))
@@ -75,6 +81,7 @@ def test_the_wheel_works_in_a_new_environment(distributions: Path, tmp_path: Pat
     assert output.split() == ["[0]", "2", version, str(packages / "zrpc" / "__init__.py")]
 
 
+@pytest.mark.system
 def test_type_checkers_find_the_types_of_an_editable_install(tmp_path: Path) -> None:
     bin, _ = _environment_with(tmp_path, "-e", str(_copy_of_checkout(tmp_path)))
     (tmp_path / "program.py").write_text(_TYPED)
@@ -109,3 +116,41 @@ def run(*command: str, cwd: Path | None = None) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, cwd=cwd)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+TEXT = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+JOBS = yaml.safe_load(TEXT)["jobs"]
+
+
+def test_only_the_job_that_uploads_may_prove_to_pypi_who_it_is() -> None:
+    assert JOBS["publish"]["permissions"] == {"id-token": "write"}
+    assert JOBS["publish"]["environment"] == "pypi"
+    assert "permissions" not in JOBS["build"]
+    assert yaml.safe_load(TEXT)["permissions"] == {"contents": "read"}
+
+
+def test_the_workflow_has_no_secret_and_pins_what_it_uses() -> None:
+    assert "secrets." not in TEXT
+    assert "password" not in TEXT
+    used = [step["uses"] for job in JOBS.values() for step in job["steps"] if "uses" in step]
+    assert len(used) == 5
+    # By commit: a tag can be moved. The comment is for people, and for bots that raise versions.
+    assert len(re.findall(r"uses: \S+@[0-9a-f]{40}  # v\d+\.\d+\.\d+$", TEXT, re.M)) == len(used)
+
+
+def test_the_workflow_runs_files_that_exist_on_a_supported_python() -> None:
+    assert [
+        name for name in re.findall(r"python (docs/\S+)", TEXT) if not (ROOT / name).exists()
+    ] == []
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert f'python-version: "{project["requires-python"].removeprefix(">=")}"' in TEXT
+
+
+def test_the_readme_on_pypi_has_absolute_links(tmp_path: Path) -> None:
+    absolute = runpy.run_path(str(ROOT / "docs" / "pypi_readme.py"))["absolute"]
+    readme = tmp_path / "README.md"
+    readme.write_text(absolute((ROOT / "README.md").read_text(), "https://example.org/z", "v1"))
+    found = links(readme)
+    assert "https://example.org/z/blob/v1/docs/tutorial.md" in found
+    assert "https://example.org/z/raw/v1/docs/_static/mark.svg" in found
+    assert [link for link in found if not re.match(r"https?://|#", link)] == []

@@ -204,39 +204,30 @@ def test_an_exception_is_the_same_again() -> None:
         assert content(again) == content(error), way
 
 
-def test_a_slot_without_a_value_has_none() -> None:
-    assert not hasattr(dumped(WithSlots(1)), "unset")
-
-
-def test_an_exception_that_refers_to_itself_arrives() -> None:
+def test_odd_exceptions_arrive() -> None:
     again = dumped(OfItself(1, 2))
     assert str(again) == "12"
     assert again.others[0].args == (again,)
+    assert not hasattr(dumped(WithSlots(1)), "unset")  # a slot without a value
+    again = dumped(AttributeError("none", name="missing", obj=[1]))
+    assert (again.name, again.obj) == ("missing", None)  # without its object
 
 
 class Counted(Exception):
     made = 0
 
     def __init__(self, text: str) -> None:
+        if type(self).made:
+            sys.exit(3)
         type(self).made += 1
         super().__init__(text)
 
 
 def test_no_constructor_runs_again() -> None:
+    """It might exit."""
     error = Counted("text")
     assert str(dumped(error)) == str(copy_of_error(error)) == "text"
     assert Counted.made == 1
-
-
-class Exits(Exception):
-    def __init__(self, text: str) -> None:
-        if text != "first":
-            sys.exit(3)
-        super().__init__("exits")
-
-
-def test_a_constructor_that_exits_ends_nobody() -> None:
-    assert type(dumped(Exits("first"))) is Exits
 
 
 def test_the_exceptions_of_a_group_are_the_same_again() -> None:
@@ -259,11 +250,6 @@ def test_the_exceptions_of_a_group_are_the_same_again() -> None:
     assert [str(each) for each in inner.exceptions] == ["1 and 2", "wanted 7, have 3"]
     assert inner.exceptions[0] is other
     assert other.__notes__ == ["a note"]
-
-
-def test_an_attribute_error_arrives_without_its_object() -> None:
-    again = dumped(AttributeError("none", name="missing", obj=[1]))
-    assert (again.name, again.obj) == ("missing", None)
 
 
 class Interrupted(Exception):

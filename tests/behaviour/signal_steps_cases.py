@@ -200,9 +200,7 @@ def settles(mesh: Mesh) -> bool:
 
 
 @each_work
-def test_a_handler_makes_calls_at_any_step(
-    mesh: Mesh, handle: Any, steps_of: Any, work: Any
-) -> None:
+def test_a_handler_calls_at_any_step(mesh: Mesh, handle: Any, steps_of: Any, work: Any) -> None:
     answered = []
 
     def call() -> None:
@@ -223,8 +221,12 @@ class Interruption(Exception):
     """What the handler raises."""
 
 
+def interrupt() -> None:
+    raise Interruption
+
+
 @each_work
-def test_what_a_handler_raises_at_any_step_passes_unchanged(
+def test_errors_of_handlers_pass_unchanged(
     mesh: Mesh, handle: Any, steps_of: Any, work: Any
 ) -> None:
     """The next call is as good as the first, and nothing of the interrupted one is left."""
@@ -253,7 +255,7 @@ def test_what_a_handler_raises_at_any_step_passes_unchanged(
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("error", [MemoryError, RecursionError])
-def test_no_memory_or_stack_for_a_function_in_a_thread(
+def test_no_memory_for_a_function(
     mesh: Mesh, steps_of: Any, work: Any, error: type[Exception]
 ) -> None:
     """That work may fail. It ends, the next one is as good as the first, and nothing is left."""
@@ -319,17 +321,12 @@ def test_no_memory_or_stack_for_a_function_in_the_threads_of_a_worker(
 
 @pytest.mark.parametrize("_mesh", ["auto"], indirect=True)
 @pytest.mark.parametrize("prefetch", [1, 2, 8])
-def test_a_stream_loses_no_item_by_what_a_handler_raises_at_any_step(
-    mesh: Mesh, handle: Any, steps_of: Any, prefetch: int
-) -> None:
-    def fail() -> None:
-        raise Interruption
-
+def test_a_stream_loses_no_item(mesh: Mesh, handle: Any, steps_of: Any, prefetch: int) -> None:
     def whole() -> None:
         stream = rpc.rpc_stream(1, numbers, (12,), prefetch=prefetch)
         assert [next(stream) for _ in range(12)] == list(range(12))
 
-    handle(fail)
+    handle(interrupt)
     for number in steps_of(whole):
         found: list[int] = []
         with rpc.rpc_stream(1, numbers, (12,), prefetch=prefetch) as stream:
@@ -342,13 +339,8 @@ def test_a_stream_loses_no_item_by_what_a_handler_raises_at_any_step(
     assert until(lambda: settles(mesh))
 
 
-def test_an_agent_ends_whatever_a_handler_raises(
-    handle: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail() -> None:
-        raise Interruption
-
-    handle(fail)
+def test_an_agent_ends_in_spite_of_handlers(handle: Any, caplog: pytest.LogCaptureFixture) -> None:
+    handle(interrupt)
     others = set(threading.enumerate())  # those of the module's mesh
     for number in range(10, 220, 10):
         with local_mesh(1) as mesh:

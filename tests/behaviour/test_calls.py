@@ -1,21 +1,29 @@
-"""rpc_sync, rpc_async and remote: who is called, with what, and what comes back."""
+"""What can be called, by name and by value, on which worker, with what, and what comes back."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import math
 import operator
-import pickle
-import threading
+import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import zrpc as rpc
-from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.ways import Call, ways
+from tests.support.ways import WAYS, Call, ways
 from zrpc.testing import Mesh
+
+t = torch.tensor
+
+
+# -- which worker, with what ---------------------------------------------------------------------
 
 
 def whoami() -> rpc.WorkerInfo:
@@ -33,10 +41,6 @@ def test_destinations(shared: Mesh, call: Call) -> None:
     for to in (1.0, None, b"worker1", ["worker1"]):
         with pytest.raises(ValueError, match=r"."):
             call(to, whoami)
-
-
-@ways
-def test_what_is_not_callable(shared: Mesh, call: Call) -> None:
     for func in (None, 5, "add", torch.ones(1)):
         with pytest.raises(TypeError, match=r"function should be callable\."):
             call("worker1", func)
@@ -48,18 +52,20 @@ def test_args_and_kwargs(shared: Mesh, call: Call) -> None:
         (1, "two"),
         {"three": [3], "four": None},
     )
-    assert call(1, int, kwargs={}) == 0
     assert call(1, dict, kwargs={"a": 1}) == {"a": 1}
     for args in (None, (), []):
         assert call(1, list, args=args) == []
-
-
-def test_names_of_parameters_may_be_those_of_the_call(shared: Mesh) -> None:
-    def named(to: int, func: int, timeout: int) -> tuple[int, int, int]:
-        return to, func, timeout
-
-    assert rpc.rpc_sync(1, named, kwargs={"to": 1, "func": 2, "timeout": 3}) == (1, 2, 3)
-    assert rpc.rpc_sync(1, operator.add, [1, 2]) == 3  # type: ignore[arg-type]
+    for kwargs in ({"to": 1, "func": 2, "timeout": 3}, {}):  # as the call's own parameters
+        assert call(1, dict, kwargs=kwargs) == kwargs
+    assert call(1, operator.add, [1, 2]) == 3
+    cases: list[tuple[Any, Any, str]] = [
+        (5, None, "args of type int"),
+        (torch.ones(2), None, "args of type Tensor"),  # the comma of a tuple is forgotten
+        ((), [1], "kwargs of type list"),
+    ]
+    for args, kwargs, found in cases:
+        with pytest.raises(TypeError, match=rf"expected args to be a tuple.*{found}"):
+            call("worker1", max, args=args, kwargs=kwargs)
 
 
 VALUES: list[Any] = [
@@ -69,20 +75,11 @@ VALUES: list[Any] = [
     *(torch.Size([1, 2]), torch.float16, torch.device("cpu")),
     *("__main__", b"a pickle that mentions __main__"),
 ]
+_kept = [1]
 
 
-def test_values_come_back_as_they_went(shared: Mesh) -> None:
-    for value in VALUES:
-        back = rpc.rpc_sync(1, echo, (value,))
-        assert back == value
-        assert type(back) is type(value)
-
-
-def test_one_object_twice_is_one_object_on_arrival(shared: Mesh) -> None:
-    value = {"a": 1}
-    one, two = rpc.rpc_sync(1, echo, (value, value))
-    assert one is two
-    assert one is not value
+def kept() -> list[int]:
+    return _kept
 
 
 def append(values: list[Any], value: Any) -> list[Any]:
@@ -90,143 +87,225 @@ def append(values: list[Any], value: Any) -> list[Any]:
     return values
 
 
-def returned_and_kept() -> list[int]:
-    return _kept
-
-
-_kept = [1]
-
-
 @ways
-def test_arguments_and_results_are_copies(shared: Mesh, call: Call) -> None:
+def test_values_arrive_as_they_went_and_are_copies(shared: Mesh, call: Call) -> None:
     for to in (0, 1):
+        for value in VALUES:
+            back = call(to, echo, (value,))
+            assert back == value
+            assert type(back) is type(value)
         values: list[Any] = [1]
+        one, two = call(to, echo, (values, values))
+        assert one is two
         assert call(to, append, (values, 2)) == [1, 2]
         assert values == [1]
-        rpc.rpc_sync(to, returned_and_kept).append(2)
+        rpc.rpc_sync(to, kept).append(2)
         assert _kept == [1]
 
 
-def test_rpc_async_and_remote_return_before_the_function_does(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, ("a",))
-    rref = rpc.remote(1, gate.wait_inside, ("b",))
-    gate.await_entry(2)
-    assert not future.done()
-    gate.open()
-    assert (future.wait(), rref.to_here()) == ("a", "b")
+# -- by name -------------------------------------------------------------------------------------
 
-
-def test_handlers_run_side_by_side(shared: Mesh) -> None:
-    futures = [rpc.rpc_async(1, meet_at_barrier) for _ in range(4)]
-    assert sorted(f.wait() for f in futures) == [0, 1, 2, 3]
-
-
-_barrier = threading.Barrier(4)
-
-
-def meet_at_barrier() -> int:
-    return _barrier.wait(20)
+OPERATORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = [
+    (torch.add, (t([1.0]), t([2.0])), {"alpha": 10}, t([21.0])),
+    (torch.zeros, (2, 3), {"dtype": torch.int8}, torch.zeros(2, 3, dtype=torch.int8)),
+    (torch.Tensor.add_, (t([1.0]), 2), {}, t([3.0])),
+    (t([1.0]).mul, (5,), {}, t([5.0])),
+    (F.relu, (t([-1.0, 1.0]),), {}, t([0.0, 1.0])),
+    (F.conv1d, (torch.ones(1, 1, 3), torch.ones(1, 1, 3)), {}, torch.full((1, 1, 1), 3.0)),
+    (torch.linalg.norm, (t([3.0, 4.0]),), {}, t(5.0)),
+    (torch.func.vmap(torch.sin), (torch.zeros(3),), {}, torch.zeros(3)),
+    (torch._C._nn.gelu, (torch.zeros(2),), {}, torch.zeros(2)),
+    (torch.ops.aten.add.Tensor, (t([1.0]), t([2.0])), {}, t([3.0])),
+]
 
 
 @pytest.mark.system
-@pytest.mark.zrpc(options={"num_worker_threads": 2})
-def test_no_more_handlers_run_than_there_are_worker_threads(caller: Mesh, gate: Gate) -> None:
-    held = [rpc.rpc_async(0, gate.work_inside) for _ in range(2)]
-    gate.await_entry(2)
-    late = rpc.rpc_async(0, gate.wait_inside)
-    assert not gate.entered.acquire(timeout=0.5)
-    gate.open()
-    assert [f.wait() for f in [*held, late]] == [None] * 3
+def test_torch_operators(shared: Mesh) -> None:
+    for func, args, kwargs, expected in OPERATORS:
+        torch.testing.assert_close(rpc.rpc_sync(1, func, args, kwargs), expected)
 
 
-# -- who is who ------------------------------------------------------------------------------
+class Counter:
+    """A class with methods of every kind."""
+
+    step = 2
+
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def add(self, n: int = 1) -> int:
+        self.count += n
+        return self.count
+
+    @classmethod
+    def from_step(cls, times: int) -> int:
+        return cls.step * times
+
+    @staticmethod
+    def double(n: int) -> int:
+        return 2 * n
+
+    def __call__(self, n: int) -> int:
+        return self.count * n
 
 
-@pytest.mark.zrpc(workers=3)
-def test_get_worker_info(caller: Mesh) -> None:
-    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
-    for rank in range(3):
-        info = rpc.get_worker_info(f"worker{rank}")
-        assert (info.name, info.id) == (f"worker{rank}", rank)
-        assert rpc.rpc_sync(info, rpc.get_worker_info) == info
-    with pytest.raises(RuntimeError, match="nobody"):
-        rpc.get_worker_info("nobody")
+class Child(Counter):
+    step = 3
 
 
-def test_worker_info_is_a_value() -> None:
-    info = rpc.WorkerInfo("w1", 1)
-    assert info == rpc.WorkerInfo("w1", 1)
-    assert info != rpc.WorkerInfo("w1", 2)
-    assert info != rpc.WorkerInfo("w2", 1)
-    assert len({info, rpc.WorkerInfo("w1", 1), rpc.WorkerInfo("w2", 2)}) == 2
-    assert pickle.loads(pickle.dumps(info)) == info
-    assert repr(info) == "WorkerInfo(id=1, name=w1)"
-    with pytest.raises(AttributeError):
-        info.name = "w2"  # type: ignore[misc]
+def decorate(fn: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(fn)
+    def wrapper(*args: int) -> int:
+        return 10 * fn(*args)
+
+    return wrapper
 
 
-def test_names_that_are_allowed_and_others() -> None:
-    for name in ("a", "A-b_c:9", "x" * 127, "0", ":", "-"):
-        assert rpc.WorkerInfo(name, 0).name == name
-    for name in ("", "x" * 128, "a b", "a.b", "a/b", "é", "a\n", "\n", "a\0"):
-        text = r"Worker name must match .* must be non-empty and shorter than 128 chars, but got"
-        with pytest.raises(RuntimeError, match=text):
-            rpc.WorkerInfo(name, 0)
+@decorate
+def decorated(n: int) -> int:
+    return n + 1
 
 
-def test_two_meshes_in_one_process_do_not_mix(make_mesh: Callable[..., Mesh]) -> None:
-    first, second = make_mesh(workers=2), make_mesh(workers=3)
-    assert first.run(0, rpc.rpc_sync, 1, whoami) == second.run(0, rpc.rpc_sync, 1, whoami)
-    assert second.run(0, rpc.rpc_sync, 2, whoami).id == 2
-    with pytest.raises(RuntimeError, match="could not find destination"):
-        first.run(0, rpc.rpc_sync, 2, whoami)
-    assert first.run(0, rpc.rpc_sync, 1, agent_number) == id(first.agent(1))
-    assert second.run(0, rpc.rpc_sync, 1, agent_number) == id(second.agent(1))
-    # A call on to the next from inside a handler stays in its mesh too.
-    assert second.run(0, rpc.rpc_sync, 1, call_on, (2,)) == id(second.agent(2))
-    first.shutdown()
-    assert second.run(0, rpc.rpc_sync, 1, agent_number) == id(second.agent(1))
+CALLABLES: list[tuple[Any, tuple[Any, ...], Any]] = [
+    (max, (1, 5), 5),
+    (math.sqrt, (4,), 2.0),
+    ("a,b".split, (",",), ["a", "b"]),
+    (str.upper, ("a",), "A"),
+    (dict.fromkeys, ("ab",), {"a": None, "b": None}),
+    (functools.partial(operator.sub, 10), (3,), 7),
+    (operator.itemgetter(1), ([1, 2],), 2),
+    (operator.methodcaller("upper"), ("x",), "X"),
+    (decorated, (1,), 20),
+    (int, ("7",), 7),
+    (lambda n: Counter(n).count, (5,), 5),  # uses this module's globals
+    (Counter(5).add, (2,), 7),
+    (Counter(5), (2,), 10),
+    (Counter(1).double, (4,), 8),
+    (Child.double, (4,), 8),
+    (Child.from_step, (4,), 12),
+    (Counter.add, (Counter(1), 5), 6),
+    (np.add, (1, 2), 3),
+    (np.float64, (1.5,), 1.5),
+]
 
 
-def agent_number() -> int:
-    from zrpc.agent.current import current_agent
-
-    return id(current_agent())
-
-
-def call_on(to: int) -> int:
-    return rpc.rpc_async(to, agent_number).wait()
+def test_python_callables(shared: Mesh) -> None:
+    for func, args, expected in CALLABLES:
+        result = rpc.rpc_sync(1, func, args)
+        assert result == expected
+        assert type(result) is type(expected) or isinstance(result, np.generic)
 
 
-def test_before_init() -> None:
-    for use in (
-        lambda: rpc.rpc_sync("worker1", max),
-        lambda: rpc.rpc_async("worker1", max),
-        lambda: rpc.remote("worker1", max),
-        rpc.get_worker_info,
-        lambda: rpc.get_worker_info("worker1"),
-        lambda: rpc.on_worker_lost(print),
-        lambda: rpc.on_worker_joined(print),
-        rpc.shutdown,
-    ):
-        with pytest.raises(rpc.NotInitializedError, match=r"^RPC has not been initialized"):
-            use()
-    for use in (lambda: rpc.RRef(1), rpc.get_rpc_timeout, lambda: rpc.api._set_rpc_timeout(1)):
-        message = r"Current RPC agent is not set! Did you initialize the RPC framework"
-        with pytest.raises(RuntimeError, match=message):
-            use()
+class Unfound:
+    """Pickles as the name of something that isn't there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> None:
+        raise NotImplementedError
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _resolve, (self.name,)
 
 
-def test_whether_there_is_an_agent(shared: Mesh) -> None:
-    assert rpc._is_current_rpc_agent_set()
-    assert rpc.rpc_sync(1, rpc._is_current_rpc_agent_set)
-    found: list[bool] = []
-    # The agents of a mesh of threads are not the process's.
-    thread = threading.Thread(target=lambda: found.append(rpc._is_current_rpc_agent_set()))
-    thread.start()
-    thread.join()
-    assert found == [False]
+def _resolve(name: str) -> Any:
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
-def test_is_available() -> None:
-    assert rpc.is_available() is True
+def test_a_function_that_the_callee_does_not_have(shared: Mesh) -> None:
+    for name in ("no_such_module_zrpc:f", "tests.support.targets:no_such_function"):
+        for call in WAYS:
+            with pytest.raises(RuntimeError, match="RPC pickler does not serialize") as info:
+                call(1, Unfound(name))
+            assert any(part in str(info.value) for part in name.split(":"))
+            assert call(1, echo, (1,)) == 1  # the worker goes on
+
+
+@pytest.mark.zrpc(processes=True)
+def test_a_function_of_a_module_that_only_the_caller_has(mesh: Mesh) -> None:
+    def call(text: str) -> Any:
+        import types
+
+        module = types.ModuleType("only_here")
+        exec(text, module.__dict__)
+        sys.modules["only_here"] = module
+        return rpc.rpc_sync("worker1", module.f)
+
+    with pytest.raises(RuntimeError, match="RPC pickler does not serialize") as info:
+        mesh.run(0, call, "def f():\n    return 1\n")
+    assert "only_here" in str(info.value)
+
+
+# -- by value --------------------------------------------------------------------------------
+
+
+@ways
+def test_lambdas_and_closures(shared: Mesh, call: Call) -> None:
+    factor, weights, count = 3, torch.ones(5000), 0
+
+    def scale(x: float) -> torch.Tensor:
+        return weights * factor * x
+
+    def increment() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    for to in (0, 1):
+        torch.testing.assert_close(call(to, scale, (2.0,)), torch.full((5000,), 6.0))
+        assert [call(to, increment) for _ in range(3)] == [1, 1, 1]  # its variables are copies
+        assert call(to, lambda f, x: f(f(x)), (lambda x: 2 * x, 3)) == 12
+        assert call(to, lambda n: lambda x: x + n, (5,))(1) == 6
+        assert call(to, lambda a, b=2, *, c=3: (a, b, c), (1,), {"c": 4}) == (1, 2, 4)
+    assert count == 0
+
+
+def test_local_class_its_instances_and_its_methods(shared: Mesh) -> None:
+    class Point:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+        def moved(self, by: int) -> Point:
+            return Point(self.x + by)
+
+    assert rpc.rpc_sync(1, Point(1).moved, (2,)).x == 3
+    assert rpc.rpc_sync(1, lambda p: p.x, (Point(8),)) == 8
+    assert isinstance(rpc.rpc_sync(1, Point, (7,)), Point)
+
+
+# -- TorchScript -----------------------------------------------------------------------------
+
+
+@torch.jit.script
+def script_add(x: torch.Tensor, y: int = 2) -> torch.Tensor:
+    return x + y
+
+
+class ScriptMe(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((1,), 3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+    @torch.jit.export
+    def twice(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.forward(x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_torch_script(shared: Mesh) -> None:
+    assert rpc.rpc_sync(1, script_add, (t([1.0]), 3)) == t([4.0])
+    assert rpc.rpc_sync(1, script_add, (), {"y": 5, "x": t([1.0])}) == t([6.0])
+    assert rpc.rpc_sync(1, lambda f: f(t([1.0])), (script_add,)) == t([3.0])
+    assert rpc.rpc_sync(1, lambda: script_add)(t([1.0])) == t([3.0])
+    module = torch.jit.script(ScriptMe())
+    assert rpc.rpc_sync(1, module, (t([2.0]),)) == t([6.0])
+    assert rpc.rpc_sync(1, module.twice, (t([2.0]),)) == t([12.0])
+    assert rpc.rpc_sync(1, lambda m: m.twice(t([2.0])), (module,)) == t([12.0])
+    back = rpc.rpc_sync(1, echo, (module,))
+    assert isinstance(back, torch.jit.ScriptModule)
+    assert back(t([2.0])) == t([6.0])

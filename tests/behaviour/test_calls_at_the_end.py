@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.identity import emptied
 from tests.support.targets import echo
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
@@ -91,29 +92,22 @@ CALLS: list[Callable[[], Callable[[], Any]]] = [
 def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
     begun = threading.Barrier(len(CALLS) + 1)
 
+    left = threading.Event()
+
     def go_on(make: Callable[[], Callable[[], Any]]) -> Exception:
         call = make()
         begun.wait(SOON)
-        return until_refused(call)
+        error = until_refused(call)
+        while not left.is_set():  # a thread that ignores the error keeps nobody
+            until_refused(call)
+        return error
 
     ends = [in_thread(mesh, 0, partial(go_on, make)) for make in CALLS]
     begun.wait(SOON)
     shut_down(mesh)
+    left.set()
     for each in ends:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
-
-
-def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
-    left = threading.Event()
-
-    def go_on() -> None:
-        while not left.is_set():
-            until_refused(lambda: rpc.rpc_sync(1, echo, (1,)))
-
-    end = in_thread(mesh, 0, go_on)
-    shut_down(mesh)
-    left.set()
-    end.result(SOON)
 
 
 @pytest.mark.system
@@ -131,6 +125,7 @@ def test_threads_go_on_calling_until_the_last_worker_has_called_shutdown(mesh: M
     for to in range(3):
         call = in_thread(mesh, 0, lambda to=to: rpc.rpc_sync(to, echo, (to,)))  # type: ignore[misc]
         assert call.result(SOON) == to
+    assert not any(each.done() for each in first)
     last = mesh.submit(2, rpc.shutdown)
     for each in [*first, last]:
         each.result(SOON)
@@ -152,19 +147,7 @@ def when_all_leave(mesh: Mesh, gate: Gate) -> Iterator[None]:
         each.result(SOON)
 
 
-def test_the_error_says_why_and_what_to_do(mesh: Mesh) -> None:
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            going_on = rpc.rpc_async(1, gate.wait_inside, ("done",))
-        text = r"all workers have called shutdown\(\)"
-        with when_all_leave(mesh, gate), pytest.raises(rpc.NotInitializedError, match=text):
-            in_thread(mesh, 0, lambda: rpc.rpc_sync(1, echo, (1,))).result(SOON)
-    assert going_on.wait() == "done"
-
-
-def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(
-    mesh: Mesh, gate: Gate
-) -> None:
+def test_a_backward_pass_of_a_thread_is_refused(mesh: Mesh, gate: Gate) -> None:
     ready, go_on, weight = threading.Event(), threading.Event(), torch.ones(2, requires_grad=True)
 
     def train() -> None:
@@ -180,39 +163,24 @@ def test_a_backward_pass_of_a_thread_is_refused_and_the_context_ends(
     assert ready.wait(SOON)
     with when_all_leave(mesh, gate):
         go_on.set()
-        with pytest.raises(rpc.NotInitializedError, match="shutdown"):
+        text = r"all workers have called shutdown\(\)"
+        with pytest.raises(rpc.NotInitializedError, match=text):
             end.result(SOON)
 
 
 # -- what still may call ---------------------------------------------------------------------
 
-_pools: list[ThreadPoolExecutor] = []
 
-
-def fan_out(gate: Gate, depth: int) -> int:
-    """Is a handler that calls the others in threads of the program's pool."""
+def in_a_thread_of_its_own(gate: Gate) -> Any:
+    """Is a handler that calls the others in threads of the program's own."""
     gate.wait_inside()
-    if not depth:
-        return 1
     agent = current_agent()
 
-    def call(to: int) -> int:
+    def call() -> Any:
         with agent.as_current():
-            return rpc.rpc_sync(to, fan_out, (gate, depth - 1))
+            return rpc.rpc_sync(0, echo, ("from a thread",))
 
-    others = {0, 1, 2} - {agent.worker_info.id}
-    return sum(_pools[-1].map(call, others))
-
-
-@pytest.mark.zrpc(workers=3)
-def test_threads_that_work_for_handlers_may_call(mesh: Mesh) -> None:
-    with ThreadPoolExecutor(8) as pool, Gate() as gate:
-        _pools.append(pool)
-        with mesh.agent(0).as_current():
-            call = rpc.rpc_async(1, fan_out, (gate, 2))
-        with when_all_leave(mesh, gate):
-            pass
-    assert call.wait() == 4
+    return start_all([call], SOON)()[0]
 
 
 def in_a_shield(gate: Gate) -> Any:
@@ -237,18 +205,17 @@ def with_grad(gate: Gate) -> float:
         return rpc.autograd.get_gradients(context_id)[weight].sum().item()
 
 
-@pytest.mark.parametrize(
-    ("handler", "value"),
-    [(in_a_shield, "from a shield"), (in_a_coroutine, "from a coroutine"), (with_grad, 6.0)],
-    ids=["in a shield", "in a coroutine", "a backward pass"],
-)
-def test_handlers_may_call(mesh: Mesh, handler: Any, value: Any) -> None:
-    with Gate() as gate:
-        with mesh.agent(0).as_current():
-            call = rpc.rpc_async(1, handler, (gate,))
-        with when_all_leave(mesh, gate):
-            pass
-    assert call.wait() == value
+def test_handlers_may_call(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        handlers = (in_a_thread_of_its_own, in_a_shield, in_a_coroutine, with_grad)
+        calls = [rpc.rpc_async(1, handler, (gate,)) for handler in handlers]
+    gate.await_entry(3)
+    with when_all_leave(mesh, gate):
+        pass
+    assert [call.wait() for call in calls] == [
+        *("from a thread", "from a shield", "from a coroutine"),
+        6.0,
+    ]
 
 
 _tasks: list[asyncio.Task[None]] = []
@@ -338,63 +305,40 @@ def chain(steps: int, join: Callable[[Any], Any], noted: list[int], gate: Gate) 
     rpc.rpc_async(1, gate.wait_inside).then(lambda _: go_on(steps))
 
 
-@pytest.mark.parametrize(
-    "join",
-    [lambda future: future, lambda future: torch.futures.collect_all([future])],
-    ids=["then", "then of torch's collect_all"],
-)
-def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, join: Callable[[Any], Any]) -> None:
-    noted: list[int] = []
-    with Gate() as gate:
-        mesh.run(0, chain, 50, join, noted, gate)
-        with when_all_leave(mesh, gate):
-            pass
-    assert noted == list(range(50, -1, -1))
-
-
-def test_a_callback_that_a_waiting_thread_runs_may_call(mesh: Mesh, gate: Gate) -> None:
-    def wait() -> Any:
-        call = rpc.rpc_async(1, gate.wait_inside)
-        chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
-        call.wait()
-        return chained.wait()
-
-    waiting = in_thread(mesh, 0, wait)
+def test_chains_of_callbacks_that_end_may_call(mesh: Mesh, gate: Gate) -> None:
+    noted: list[list[int]] = [[], []]
+    mesh.run(0, chain, 50, lambda future: future, noted[0], gate)
+    mesh.run(0, chain, 50, lambda future: torch.futures.collect_all([future]), noted[1], gate)
+    gate.await_entry()
     with when_all_leave(mesh, gate):
         pass
-    assert waiting.result(SOON) == 7
+    assert noted == [list(range(50, -1, -1))] * 2
 
 
 class Slow:
     """Takes long to be read."""
 
-    read, go = threading.Event(), threading.Event()
+    def __init__(self, gate: Gate) -> None:
+        self.gate = gate
 
     def __reduce__(self) -> Any:
-        return read_slowly, ()
+        return self.gate.wait_inside, ()
 
 
-def read_slowly() -> None:
-    Slow.read.set()
-    assert Slow.go.wait(SOON)
-
-
-def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh) -> None:
+def test_an_answer_that_a_waiting_thread_still_reads_is_waited_for(mesh: Mesh, gate: Gate) -> None:
     """Its callbacks may call."""
 
     def wait() -> Any:
-        call = rpc.rpc_async(1, Slow)
-        chained = call.then(lambda _: rpc.rpc_sync(1, echo, (7,)))
+        call = rpc.rpc_async(1, Slow, (gate,))
+        chained = torch.futures.collect_all([call]).then(lambda _: rpc.rpc_sync(1, echo, (7,)))
         call.wait()
         return chained.wait()
 
     waiting = in_thread(mesh, 0, wait)
-    assert Slow.read.wait(SOON)
+    gate.await_entry()
     ends = [mesh.submit(rank, rpc.shutdown) for rank in range(2)]
-    try:
-        assert pending(ends[0], 0.3)
-    finally:
-        Slow.go.set()
+    assert pending(ends[0], 0.3)
+    gate.open()
     assert waiting.result(SOON) == 7
     for end in ends:
         end.result(SOON)
@@ -405,46 +349,14 @@ def test_a_chain_of_callbacks_without_an_end_ends_with_an_error(mesh: Mesh) -> N
     mesh.agent(0).graceful_shutdown.timing = ShutdownTiming(chains=0.2)
     ended: Future[Exception] = Future()
 
-    def call_again(before: Any) -> None:
+    def call_again(_: Any = None) -> None:
         try:
             rpc.rpc_async(1, echo, (1,)).then(call_again)
         except Exception as error:
             ended.set_result(error)
 
-    def begin() -> None:
-        rpc.rpc_async(1, echo, (1,)).then(call_again)
-
-    mesh.run(0, begin)
+    mesh.run(0, call_again)
     shut_down(mesh)
     error = ended.result(SOON)
     assert isinstance(error, rpc.RpcError)
     assert "expected callbacks that end, found a chain" in str(error)
-
-
-# -- programs --------------------------------------------------------------------------------
-
-PROGRAM = """
-import sys, threading, time
-import zrpc as rpc
-
-def call_on(peer, pause):
-    while True:
-        try:
-            rpc.rpc_sync(peer, max, (1, 2))
-        except rpc.NotInitializedError:
-            return
-        time.sleep(pause)
-
-def begin():
-    peer = f"worker{1 - rpc.get_worker_info().id}"
-    for pause in 0, 0.01:
-        threading.Thread(target=call_on, args=(peer, pause), daemon=True).start()
-    rpc.rpc_sync(peer, max, (1, 2))
-"""
-ENDS = ["with rpc.session():\n    begin()\n", "rpc.init_rpc()\nbegin()\n"]
-
-
-def test_programs_end_though_their_threads_call_on(succeed: Succeed) -> None:
-    for end in ENDS:
-        outputs = succeed(PROGRAM + end)
-        assert not any("Traceback" in output for output in outputs), outputs

@@ -1,11 +1,12 @@
-"""Calls that are cancelled, at the caller and at the callee."""
+"""Calls that are cancelled or time out: at the caller, at the callee, and in the calls it makes."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import threading
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support.observed import busy, stats_of
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from tests.support.watched import Keeper, Watched, call_until_it_begins, wait_for
+from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
 # -- the future --------------------------------------------------------------------------------
@@ -47,14 +49,11 @@ def test_callbacks_see_an_error(shared: Mesh, watched: Watched) -> None:
     future = rpc.rpc_async(1, watched.watch)
     watched.await_entry()
     then, failed = future.then(see), future.then(lambda f: f.wait())
-    late = threading.Event()
-    future.add_done_callback(lambda f: late.set())
     assert future.cancel()
     assert then.wait() == "seen"
     assert not then.cancelled()
     with pytest.raises(rpc.RpcCancelledError):
         failed.wait()
-    assert late.wait(SOON)
     assert future.then(see).wait() == "seen"
     with pytest.raises(rpc.RpcCancelledError):
         torch.futures.wait_all([future])
@@ -74,29 +73,30 @@ def test_a_future_of_ones_own() -> None:
     seen: list[bool] = []
     future.add_done_callback(lambda f: seen.append(f.cancelled()))
     assert future.cancel()
-    assert future.cancelled()
-    assert seen == [True]
+    assert not future.cancel()
+    assert seen == [future.cancelled()] == [True]
     with pytest.raises(rpc.RpcCancelledError):
         future.wait()
-    assert not future.cancel()
-    done: rpc.Future[int] = rpc.Future()
-    done.set_result(1)
-    assert not done.cancel()
-    assert not done.cancelled()
 
 
 # -- the callee --------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_one_that_waits_for_its_turn_never_runs(caller: Mesh, watched: Watched) -> None:
+def test_one_that_is_queued_never_runs(caller: Mesh, watched: Watched) -> None:
+    """While the handlers before it still run: they would pile up otherwise."""
     with Gate() as gate:
         first = rpc.rpc_async(1, gate.work_inside, ("first",))
         gate.await_entry()
         futures = [rpc.rpc_async(1, watched.tell, (i,)) for i in range(6)]
         until(lambda: busy(caller) == 7)
+        late = [rpc.rpc_async(1, watched.tell, (i,), timeout=0.1) for i in range(5)]
         for future in futures[::2]:
             assert future.cancel()
+        for future in late:
+            with pytest.raises(rpc.RpcTimeoutError):
+                future.wait()
         until(lambda: busy(caller) == 4 and stats_of(caller, 1).threads.queued == 3)
         gate.open()
         assert first.wait() == "first"
@@ -105,65 +105,15 @@ def test_one_that_waits_for_its_turn_never_runs(caller: Mesh, watched: Watched) 
     until(lambda: not stats_of(caller, 1).threads.running)
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_what_is_too_late_leaves_the_queue(caller: Mesh, watched: Watched) -> None:
-    """While the handlers before it still run: it would pile up otherwise."""
-    with Gate() as gate:
-        rpc.rpc_async(1, gate.work_inside)
-        gate.await_entry()
-        for future in [rpc.rpc_async(1, watched.tell, (i,), timeout=0.1) for i in range(5)]:
-            with pytest.raises(rpc.RpcTimeoutError):
-                future.wait()
-        until(lambda: busy(caller) == 1 and not stats_of(caller, 1).threads.queued)
-    assert watched.told == []
-
-
-def test_an_error_after_the_cancellation_is_logged(
-    shared: Mesh, watched: Watched, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Since nobody else hears of it."""
-    future = rpc.rpc_async(1, fail_when_cancelled, (watched,))
-    watched.await_entry()
-    future.cancel()
-    until(lambda: not busy(shared))
-    assert "the clean-up failed" in caplog.text
-
-
-def fail_when_cancelled(watched: Watched) -> None:
-    watched.watch()
-    raise KeyError("the clean-up failed")
-
-
-@pytest.mark.parametrize("owner", [0, 1])
-@pytest.mark.parametrize(("name", "told"), [("watch", True), ("sleep", "cancelled")])
-def test_a_method_of_an_rref(
-    shared: Mesh, watched: Watched, owner: int, name: str, told: Any
-) -> None:
-    rref = rpc.remote(owner, Keeper, (watched,))
-    future = getattr(rref.rpc_async(), name)()
-    watched.await_entry()
-    assert future.cancel()
-    assert watched.await_end() == [told]
-
-
-def test_a_method_of_a_value_that_is_still_to_come(shared: Mesh, watched: Watched) -> None:
-    with Gate() as gate:
-        rref = rpc.remote(1, make_keeper, (gate, watched))
-        gate.await_entry()
-        future = rref.rpc_async().watch()
-        until(lambda: busy(shared) == 2)
-        assert future.cancel()
-        until(lambda: busy(shared) == 1)
-        gate.open()
-        assert rref.rpc_sync().__eq__(None) is NotImplemented  # it can be called
-    until(lambda: not busy(shared))
-    assert watched.told == []
-
-
-def make_keeper(gate: Gate, watched: Watched) -> Keeper:
-    gate.wait_inside()
-    return Keeper(watched)
+def test_a_method_of_an_rref(shared: Mesh, watched: Watched) -> None:
+    for owner in (0, 1):
+        rref = rpc.remote(owner, Keeper, (watched,))
+        for method in (rref.rpc_async().watch, rref.rpc_async().sleep):
+            future = method()
+            watched.await_entry()
+            assert future.cancel()
+            watched.await_end()
+    assert watched.told == [True, "cancelled"] * 2
 
 
 @pytest.mark.system
@@ -183,31 +133,24 @@ def never_cancelled(watched: Watched) -> None:
 # -- asyncio -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["cancel", "wait_for"])
-def test_a_task_that_is_cancelled_cancels_its_call(
-    shared: Mesh, watched: Watched, way: str
-) -> None:
+def test_a_task_that_is_cancelled_cancels_its_call(shared: Mesh, watched: Watched) -> None:
     async def main() -> None:
-        future = rpc.rpc_async(1, watched.watch)
-        watched.await_entry()
-        if way == "wait_for":
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(future, 0.01)
-        else:
-            task = asyncio.ensure_future(wait_for(future))
-            await asyncio.sleep(0)
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await task
-        assert future.cancelled()
+        futures = [rpc.rpc_async(1, watched.watch) for _ in range(2)]
+        watched.await_entry(2)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(futures[0], 0.01)
+        task = asyncio.ensure_future(wait_for(futures[1]))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert all(future.cancelled() for future in futures)
 
     asyncio.run(main())
-    assert watched.await_end() == [True]
+    assert watched.await_end(2) == [True, True]
 
 
-def test_a_cancelled_future_does_not_cancel_the_task_that_awaits_it(
-    shared: Mesh, watched: Watched
-) -> None:
+def test_a_cancelled_future_cancels_no_task(shared: Mesh, watched: Watched) -> None:
     async def main() -> None:
         future = rpc.rpc_async(1, watched.watch)
         watched.await_entry()
@@ -221,12 +164,8 @@ def test_a_cancelled_future_does_not_cancel_the_task_that_awaits_it(
 
 def test_a_cancelled_task_leaves_a_future_of_ones_own_to_others() -> None:
     future: rpc.Future[int] = rpc.Future()
-
-    async def main() -> None:
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(future, 0.01)
-
-    asyncio.run(main())
+    with pytest.raises(asyncio.TimeoutError):
+        asyncio.run(asyncio.wait_for(wait_for(future), 0.01))
     assert not future.cancelled()
     future.set_result(5)
     assert future.wait() == 5
@@ -246,27 +185,12 @@ def test_a_timeout_of_the_caller_ends_the_handler(
     assert caplog.records == []
 
 
-def test_a_handler_that_looks_sees_the_deadline_at_once(shared: Mesh, watched: Watched) -> None:
-    call_until_it_begins(watched, look, (watched,))
-    assert watched.await_end() == [True]
-
-
-def look(watched: Watched) -> None:
-    call = rpc.current_call()
-    watched.entered.release()
-    remaining = call.time_remaining()
-    assert remaining is not None
-    time.sleep(remaining)
-    watched.tell(call.cancelled)
-    assert watched.opened.wait(SOON)  # so that the answer comes too late
-
-
 # -- what may go wrong -------------------------------------------------------------------------
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("to", [0, 1])
-def test_cancellations_that_race_with_completion_do_no_harm(
+def test_cancellations_race_with_answers(
     caller: Mesh, caplog: pytest.LogCaptureFixture, to: int
 ) -> None:
     """Each future either has its own value or is cancelled; the mesh ends gracefully."""
@@ -288,24 +212,155 @@ def test_cancellations_that_race_with_completion_do_no_harm(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_a_caller_that_leaves_is_waited_for_no_more(mesh: Mesh, watched: Watched) -> None:
+def test_who_leaves_cancels_its_handlers(mesh: Mesh, watched: Watched) -> None:
+    with mesh.agent(0).as_current():
+        to_callee = rpc.rpc_async(1, watched.watch)
+        other = rpc.rpc_async(1, echo, (7,))
     with mesh.agent(2).as_current():
-        future = rpc.rpc_async(1, watched.watch)
-        watched.await_entry()
-        with mesh.agent(0).as_current():
-            other = rpc.rpc_async(1, echo, (7,))
-        mesh.agent(2).shutdown(graceful=False)
+        of_caller = rpc.rpc_async(1, watched.watch)
+    watched.await_entry(2)
+    mesh.agent(2).shutdown(graceful=False)
     assert watched.await_end() == [True]
     assert other.wait() == 7
     with pytest.raises(rpc.NotInitializedError):
-        future.wait()
+        of_caller.wait()
+    mesh.agent(1).shutdown(graceful=False)
+    assert watched.await_end() == [True, True]
+    with pytest.raises(rpc.WorkerDied):
+        to_callee.wait()
 
 
-def test_a_callee_that_leaves_cancels_its_handlers(mesh: Mesh, watched: Watched) -> None:
-    with mesh.agent(0).as_current():
-        future = rpc.rpc_async(1, watched.watch)
-        watched.await_entry()
-        mesh.agent(1).shutdown(graceful=False)
-        assert watched.await_end() == [True]
-        with pytest.raises(rpc.WorkerDied):
+# -- the calls that a handler makes --------------------------------------------------------------
+
+
+def nested_sync(watched: Watched, *args: Any) -> None:
+    with watched_end(watched):
+        rpc.rpc_sync(0, watched.watch)
+
+
+async def nested_in_a_task(watched: Watched, *args: Any) -> None:
+    with watched_end(watched):
+        await asyncio.gather(wait_for(rpc.rpc_async(0, watched.watch)))  # a task of its own
+
+
+async def nested_sync_in_a_coroutine(watched: Watched, *args: Any) -> None:
+    with watched_end(watched):
+        rpc.rpc_sync(0, watched.watch)  # holds up the event loop
+
+
+@async_execution
+def nested_then(watched: Watched, *args: Any) -> Any:
+    def callback(future: Any) -> None:
+        with watched_end(watched):
             future.wait()
+
+    return rpc.rpc_async(0, watched.watch).then(callback)
+
+
+@async_execution
+def nested_in_a_callback(watched: Watched, *args: Any) -> Any:
+    result: rpc.Future[None] = rpc.Future()
+
+    def finish(future: Any) -> None:
+        try:
+            with watched_end(watched):
+                future.wait()
+        except rpc.RpcError as error:  # it may come before the caller's own time is over
+            result.set_exception(error)
+
+    first = rpc.rpc_async(0, echo, (1,))
+    first.then(lambda _: rpc.rpc_async(0, watched.watch).add_done_callback(finish))
+    return result
+
+
+def nested_method(watched: Watched, keeper: Any) -> None:
+    with watched_end(watched):
+        keeper.rpc_sync().watch()
+
+
+def nested_two_levels(watched: Watched, *args: Any) -> None:
+    rpc.rpc_sync(0, relay, (watched,))
+
+
+def relay(watched: Watched) -> None:
+    with watched_end(watched):
+        rpc.rpc_sync(1, watched.watch)
+
+
+@contextlib.contextmanager
+def watched_end(watched: Watched, suppress: bool = False) -> Iterator[None]:
+    """Tells by which error a nested call has ended."""
+    try:
+        yield
+    except BaseException as error:
+        watched.tell(type(error))
+        if not suppress:
+            raise
+    else:
+        watched.tell("no error")
+
+
+HANDLERS = [
+    *(nested_sync, nested_sync_in_a_coroutine, nested_then, nested_in_a_callback),
+    *(nested_method, nested_two_levels, nested_in_a_task),
+]
+
+
+@pytest.mark.parametrize("handler", HANDLERS)
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+def test_nested_calls_end_too(shared: Mesh, watched: Watched, handler: Any, end: str) -> None:
+    keeper = rpc.RRef(Keeper(watched))
+    expected = {asyncio.CancelledError if handler is nested_in_a_task else rpc.RpcCancelledError}
+    if end == "cancel":
+        future = rpc.rpc_async(1, handler, (watched, keeper), timeout=0)
+        watched.await_entry()
+        assert future.cancel()
+    else:
+        call_until_it_begins(watched, handler, (watched, keeper))
+        expected |= {rpc.RpcTimeoutError, rpc.RpcCancelledError}
+    told = watched.await_end(2)
+    assert True in told  # the innermost handler
+    assert expected & set(told)
+    watched.open()
+    until(lambda: not busy(shared) and not busy(shared, 0))
+
+
+def calls_on(watched: Watched) -> None:
+    """Makes calls after its own was cancelled or has timed out."""
+    call = rpc.current_call()
+    watched.entered.release()
+    assert call.wait_cancelled(SOON)
+    with watched_end(watched, suppress=True):
+        rpc.rpc_sync(0, echo, (1,))
+    with watched_end(watched, suppress=True):
+        rpc.rpc_async(0, echo, (1,)).wait()
+    with call.shield():
+        watched.tell(rpc.rpc_sync(0, echo, (2,)))
+        with pytest.raises(rpc.RpcError, match="no current call"):
+            rpc.current_call()
+    assert rpc.current_call().cancelled
+
+
+def test_later_calls_need_a_shield(shared: Mesh, watched: Watched) -> None:
+    future = rpc.rpc_async(1, calls_on, (watched,))
+    watched.await_entry()
+    future.cancel()
+    assert watched.await_end(3) == [rpc.RpcCancelledError, rpc.RpcCancelledError, 2]
+    until(lambda: not busy(shared))
+    call_until_it_begins(watched, calls_on, (watched,))  # a shield has no deadline
+    assert watched.await_end(3)[-1] == 2
+
+
+def wait_for_own_value(gate: Gate, watched: Watched) -> None:
+    """At the owner, of a value that is still being made."""
+    rref = rpc.remote(1, gate.wait_inside)
+    watched.entered.release()
+    with watched_end(watched):
+        rref.to_here(timeout=0)
+
+
+def test_a_deadline_reaches_the_wait_for_a_value_here(shared: Mesh, watched: Watched) -> None:
+    with Gate() as gate:
+        call_until_it_begins(watched, wait_for_own_value, (gate, watched))
+        assert set(watched.await_end()) == {rpc.RpcTimeoutError}
+    until(lambda: not busy(shared))

@@ -28,6 +28,7 @@ from zrpc.wire.message import Message
 
 pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs /proc of Linux")
 
+PATIENT = {"rpc_timeout": 20}
 LARGE = 1 << 22  # elements of a tensor that goes by shared memory: 16 MiB
 _M_ARENA_MAX = -8  # of mallopt(3): how many arenas, each with memory of its own, threads share
 
@@ -87,10 +88,6 @@ def limit_memory(mebibytes: int | None) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
-def allocate_tensor() -> torch.Tensor:
-    return torch.empty(1 << 50)
-
-
 def allocate_bytes() -> bytes:
     return bytes(1 << 50)
 
@@ -128,7 +125,7 @@ def send_large(to: str, size: int) -> int:
 # -- tests -------------------------------------------------------------------------------------
 
 
-@pytest.mark.zrpc(workers=5, processes=True, options={"rpc_timeout": 20})
+@pytest.mark.zrpc(workers=5, processes=True, options=PATIENT)
 def test_no_descriptors_left(mesh: Mesh) -> None:
     assert mesh.run("worker0", call, "worker1") == 2
     assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
@@ -166,23 +163,19 @@ def test_no_descriptors_left(mesh: Mesh) -> None:
     assert mesh.run("worker1", call, "worker4") == 2
 
 
-@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20})
+@pytest.mark.zrpc(processes=True, options=PATIENT)
 def test_no_memory_left(mesh: Mesh) -> None:
     for _ in range(3):
         assert mesh.run("worker0", send_large, "worker1", LARGE) == LARGE
     mesh.run("worker1", limit_memory, 100)
     attempts = [
-        mesh.run("worker0", attempt, "worker1", allocate_tensor),
+        mesh.run("worker0", attempt, "worker1", torch.empty, 1 << 50),
         mesh.run("worker0", attempt, "worker1", allocate_bytes),
         mesh.run("worker0", attempt, "worker1", many_bytes, 60 << 20),
         mesh.run("worker0", attempt_large, "worker1", 16 * LARGE),  # a segment of 256 MiB
     ]
-    assert [kind for kind, _, _ in attempts] == [
-        "RuntimeError",
-        "MemoryError",
-        "MemoryError",
-        "OSError",
-    ]
+    kinds = [kind for kind, _, _ in attempts]
+    assert kinds == ["RuntimeError", "MemoryError", "MemoryError", "OSError"]
     for _, _, cause in attempts:
         assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in cause
         assert "ulimit -v" in cause
@@ -202,7 +195,7 @@ def ask_often() -> None:
     current_agent().service(InspectionService).rules.seconds = 0.1
 
 
-@pytest.mark.zrpc(workers=2, processes=True, options={"rpc_timeout": 20, "shared_memory": 0})
+@pytest.mark.zrpc(processes=True, options={**PATIENT, "shared_memory": 0})
 @pytest.mark.parametrize("mebibytes", [60, 160], ids=["libzmq", "zrpc"])
 def test_a_message_that_there_is_no_memory_for(mesh: Mesh, mebibytes: int) -> None:
     """It is lost, to libzmq or when it is copied; the caller is told before its deadline."""
@@ -217,11 +210,7 @@ def test_a_message_that_there_is_no_memory_for(mesh: Mesh, mebibytes: int) -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*security")
-@pytest.mark.zrpc(
-    workers=2,
-    processes=True,
-    options={"rpc_timeout": 20, "transport": "tcp", "security": "none"},
-)
+@pytest.mark.zrpc(processes=True, options={**PATIENT, "transport": "tcp", "security": "none"})
 def test_a_message_in_chunks_that_there_is_no_memory_for(mesh: Mesh) -> None:
     """Its caller is told at once, whether the call or the answer is lost; a shutdown ends."""
     assert mesh.run("worker0", call, "worker1") == 2
@@ -243,15 +232,13 @@ def failures(caller: Mesh) -> Iterator[list[Exception]]:
 
 
 @pytest.mark.system
-def test_an_answer_is_sent_once_there_is_a_descriptor(
-    caller: Mesh, failures: list[Exception]
-) -> None:
+def test_messages_wait_for_descriptors(caller: Mesh, failures: list[Exception]) -> None:
     failures += [zmq.ZMQError(errno.EMFILE)] * 3
     assert rpc.rpc_sync(1, max, (1, 2), timeout=20) == 2
     assert not failures
-
-
-def test_an_answer_that_there_is_no_memory_for(caller: Mesh, failures: list[Exception]) -> None:
+    failures += [zmq.ZMQError(errno.EMFILE)] * 2
+    caller.agent(1).outbox.post(0, Message(Kind.CANCEL, 2**60))  # without an answer
+    until(lambda: not failures and not len(caller.agent(1).outbox))
     failures += [zmq.ZMQError(errno.ENOMEM)]
     with pytest.raises(MemoryError, match="no memory to send") as info:
         rpc.rpc_sync(1, max, (1, 2), timeout=20)
@@ -277,24 +264,6 @@ def test_a_call_that_can_not_be_sent(mesh: Mesh, failures: list[Exception], gate
         until(lambda: not rpc.stats().rrefs_owned, collect=True)
 
 
-def test_a_message_without_an_answer_is_sent_once_there_is_a_descriptor(
-    mesh: Mesh, failures: list[Exception]
-) -> None:
-    failures += [zmq.ZMQError(errno.EMFILE)] * 2
-    mesh.agent(1).outbox.post(0, Message(Kind.CANCEL, 2**60))
-    until(lambda: not failures and not len(mesh.agent(1).outbox))
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=2)
-def test_nothing_is_sent_after_the_end(mesh: Mesh) -> None:
-    left = mesh.agent(0)
-    left.close()
-    left.outbox.post(1, Message(Kind.CANCEL, 1))
-    with left.as_current(), pytest.raises(rpc.NotInitializedError):
-        rpc.rpc_sync(1, max, (1, 2))
-
-
 class Large:
     """What can't be unpickled for lack of memory."""
 
@@ -305,9 +274,8 @@ class Large:
 def test_no_memory_to_unpickle(caller: Mesh) -> None:
     with pytest.raises(MemoryError) as info:
         rpc.rpc_sync(1, repr, (Large(),))
-    assert "On WorkerInfo(id=1, name=worker1): the process has no memory left" in str(
-        info.value.__cause__
-    )
+    text = "On WorkerInfo(id=1, name=worker1): the process has no memory left"
+    assert text in str(info.value.__cause__)
     with pytest.raises(MemoryError):
         rpc.rpc_sync(1, Large)
     assert rpc.rpc_sync(1, max, (1, 2)) == 2

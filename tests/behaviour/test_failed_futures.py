@@ -1,4 +1,7 @@
-"""How futures keep their errors: the same for all who ask, freed with them, never lost unseen."""
+"""Errors of futures and of handlers: the same for all who ask, freed with them, never lost unseen.
+
+They are logged once at the callee, and at the caller if nobody waits.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import itertools
+import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,9 +19,14 @@ import pytest
 import torch
 
 import zrpc as rpc
+from tests.support.failing_log import failing_log
+from tests.support.targets import fail
 from tests.support.waiting import until
+from tests.support.ways import WAYS
 from zrpc.calls.future_error import KeptError
 from zrpc.testing import Mesh
+
+pytestmark = pytest.mark.usefixtures("goes_on")
 
 
 class PickyError(KeyError):
@@ -54,10 +63,6 @@ def failed_in_then_of_one_that_is_done() -> rpc.Future[Any]:
     return first.then(give_up)
 
 
-def failed_before_then() -> rpc.Future[Any]:
-    return set_by_the_program().then(lambda f: f.wait())
-
-
 def failed_with_a_cause(kind: type[KeyError] = KeyError, *args: Any) -> rpc.Future[Any]:
     def callback(_: Any) -> NoReturn:
         try:
@@ -68,46 +73,30 @@ def failed_with_a_cause(kind: type[KeyError] = KeyError, *args: Any) -> rpc.Futu
     return failed_in_then(callback)
 
 
+def failed_at_the_callee() -> rpc.Future[Any]:
+    future = rpc.rpc_async(1, give_up)
+    until(future.done)
+    return future
+
+
 MAKERS = [
     set_by_the_program,
     failed_in_then,
     failed_in_then_of_one_that_is_done,
-    failed_before_then,
+    lambda: set_by_the_program().then(lambda f: f.wait()),
     failed_with_a_cause,
     lambda: failed_with_a_cause(PickyError, 1, 2),
+    failed_at_the_callee,
 ]
-
-
-def test_a_failed_future_is_freed() -> None:
-    def use(make: Callable[[], rpc.Future[Any]], waited_for: bool) -> weakref.ref[Any]:
-        future = make()
-        if waited_for:
-            with pytest.raises(KeyError):
-                future.wait()
-        return weakref.ref(future)
-
-    alive = [use(make, waited_for) for make in MAKERS for waited_for in (True, False)]
-    gc.collect()
-    assert [of() for of in alive] == [None] * len(alive)
 
 
 @pytest.fixture
 def no_collections() -> Iterator[None]:
     """What refers to itself is not freed."""
+    gc.collect()
     gc.disable()
     yield
     gc.enable()
-
-
-WAYS: list[Callable[[rpc.Future[Any]], Any]] = [
-    lambda future: future.wait(),
-    lambda future: future.value(),
-    lambda future: rpc.wait_all([future]),
-    lambda future: rpc.collect_all([future]).wait(),
-    lambda future: torch.futures.wait_all([future]),
-    lambda future: future.then(lambda f: f.wait()).wait(),
-    lambda future: asyncio.run(await_inside(future)),
-]
 
 
 async def await_inside(future: rpc.Future[Any]) -> None:
@@ -115,53 +104,62 @@ async def await_inside(future: rpc.Future[Any]) -> None:
         await future
 
 
+ASKS: list[Callable[[rpc.Future[Any]], Any]] = [
+    lambda future: future.wait(),
+    lambda future: future.value(),
+    lambda future: rpc.wait_all([future]),
+    lambda future: rpc.collect_all([future]).wait(),
+    lambda future: torch.futures.wait_all([future]),
+    lambda future: future.then(lambda f: f.wait()).wait(),
+    lambda future: future.then(lambda f: f.value()).wait(),
+    lambda future: asyncio.run(await_inside(future)),
+]
+
+
 @pytest.mark.usefixtures("no_collections")
-def test_the_variables_of_one_that_waits_are_freed_without_the_collector() -> None:
+def test_what_has_waited_is_freed(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     class Local:
         pass
 
-    def use(make: Callable[[], rpc.Future[Any]], ask: Any, times: int) -> weakref.ref[Any]:
-        local = Local()
-        future = make()
+    def use(make: Any, ask: Any, times: int) -> tuple[weakref.ref[Any], ...]:
+        local, future = Local(), make()
         for _ in range(times):
             with contextlib.suppress(KeyError):
                 ask(future)
-        return weakref.ref(local)
+        return weakref.ref(local), weakref.ref(future)
 
-    for make, ask, times in itertools.product(MAKERS, WAYS, (1, 2)):
-        assert use(make, ask, times)() is None, (make, times)
+    futures = []
+    for make, ask, times in itertools.product(MAKERS, ASKS, (1, 2)):
+        local, future = use(make, ask, times)
+        assert local() is None, (make, times)
+        futures.append(future)
+    # The thread that has settled a call may have its future for a moment.
+    until(lambda: not any(future() for future in futures), collect=True)
+    assert "nobody waited" not in caplog.text
 
 
-def test_the_first_that_asks_gets_the_error_and_the_others_get_copies_that_show_its_origin() -> (
-    None
-):
+def test_errors_without_waiters_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    for make in [*MAKERS, lambda: failed_in_then(lambda _: fail(SystemExit(give_up.__name__)))]:
+        caplog.clear()
+        alive = weakref.ref(make())
+        until(lambda alive=alive: alive() is None, collect=True)  # type: ignore[misc]
+        assert caplog.text.count("nobody waited for it") == 1
+        assert "give_up" in caplog.text
+
+
+def test_each_that_asks_gets_an_error_that_shows_its_origin(shared: Mesh) -> None:
     for make in MAKERS:
         future, caught = make(), []
         for _ in range(3):
             with pytest.raises(KeyError) as error:
                 future.wait()
             caught.append(error.value)
-        *_, last = traceback.extract_tb(caught[0].__traceback__)
-        assert last.name in ("give_up", "callback")
         for each in caught:
             assert (type(each), str(each)) == (type(caught[0]), str(caught[0]))
             assert "in give_up" in "".join(traceback.format_exception(each))
 
 
-def test_an_error_that_nobody_waits_for_is_logged_with_its_origin(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    for make in MAKERS:
-        caplog.clear()
-        make()
-        gc.collect()
-        assert "nobody waited for it" in caplog.text
-        assert "in give_up" in caplog.text
-
-
-def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_collections_keep_errors(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     for make in MAKERS:
         collected = torch.futures.collect_all([make()])
         gc.collect()
@@ -171,16 +169,7 @@ def test_what_collects_a_failed_future_has_its_error_when_that_is_gone(
         assert "in give_up" in "".join(traceback.format_exception(caught.value))
         del collected, caught
         gc.collect()
-        assert not caplog.text
-
-
-def test_the_error_that_the_program_has_set_is_raised_itself() -> None:
-    error = KeyError("given up")
-    future: rpc.Future[Any] = rpc.Future()
-    future.set_exception(error)
-    with pytest.raises(KeyError) as caught:
-        torch.futures.wait_all([future])
-    assert caught.value is error
+        assert "nobody waited" not in caplog.text
 
 
 class StubbornError(OSError):
@@ -190,13 +179,16 @@ class StubbornError(OSError):
         super().__init__(f"{one} and {two}")
 
 
-def test_an_error_that_can_not_be_copied(caplog: pytest.LogCaptureFixture) -> None:
-    error = StubbornError(1, 2)
-    future: rpc.Future[Any] = rpc.Future()
-    future.set_exception(error)
-    with pytest.raises(StubbornError, match="1 and 2") as caught:
-        future.wait()
-    assert caught.value is error
+def test_the_error_that_was_set_is_raised_itself(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for error in (KeyError("given up"), StubbornError(1, 2)):
+        for ask in (rpc.Future.wait, lambda future: torch.futures.wait_all([future])):
+            future: rpc.Future[Any] = rpc.Future()
+            future.set_exception(error)
+            with pytest.raises(type(error)) as caught:
+                ask(future)
+            assert caught.value is error
     rpc.Future().set_exception(StubbornError(3, 4))
     assert "3 and 4" in caplog.text
 
@@ -224,7 +216,7 @@ class Unreadable:
 
 
 @pytest.mark.parametrize("what", [raise_counted, Unreadable], ids=["raised", "unreadable"])
-def test_nothing_is_unpickled_at_the_end_of_a_future(
+def test_the_end_unpickles_nothing(
     shared: Mesh, caplog: pytest.LogCaptureFixture, what: Any
 ) -> None:
     """It may come in any thread at any moment, and what a user wrote may do anything."""
@@ -267,3 +259,91 @@ def test_an_error_of_a_future_that_could_not_be_kept_ends_without_another() -> N
     with pytest.raises(ValueError, match="not enough values"):
         KeptError([])
     gc.collect()
+
+
+def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    futures = [rpc.rpc_async(1, give_up) for _ in range(5)]
+    with pytest.raises(KeyError, match="given up"):
+        rpc.wait_all(futures)
+    for future in futures:
+        until(future.done)
+    del futures, future
+    assert gc.collect() >= 0
+    assert "nobody waited" not in caplog.text
+
+
+def test_a_group_of_own_errors_is_not_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for second in (rpc.RpcCancelledError("cancelled"), ValueError("a bug")):
+        errors = [rpc.NotInitializedError("it has shut down"), second]
+        rpc.Future[Any]().set_exception(rpc.GroupError("2 of 2 have failed", errors))
+    assert caplog.text.count("nobody waited") == 1
+    assert "a bug" in caplog.text
+
+
+# -- at the callee -------------------------------------------------------------------------------
+
+
+def records_of(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
+    shown = logging.Formatter("%(message)s").format
+    return [r for r in caplog.records if text in shown(r)]
+
+
+def test_the_callee_logs_errors_once(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "zrpc.calls.callee")
+    for call in WAYS:
+        text = f"of its own {id(call)}"
+        with pytest.raises(ValueError, match="of its own"):
+            call(1, fail, (ValueError(text),))
+        (record,) = records_of(caplog, text)
+        assert "On WorkerInfo(id=1, name=worker1): a call of fail failed" in record.getMessage()
+        assert record.name.startswith("zrpc")
+        # Perhaps nobody uses the value of an RRef, and learns of the error.
+        told = call is not WAYS[-1]
+        assert record.levelno == (logging.DEBUG if told else logging.ERROR)
+
+
+def fail_when_cancelled() -> None:
+    rpc.current_call().wait_cancelled(30)
+    raise KeyError("after the caller has gone")
+
+
+def test_late_errors_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    future = rpc.rpc_async(1, fail_when_cancelled)
+    until(lambda: shared.agent(1).pool.active)
+    future.cancel()
+    (record,) = until(lambda: records_of(caplog, "after the caller has gone"))
+    assert record.levelno == logging.ERROR
+    assert "a call of fail_when_cancelled failed" in record.getMessage()
+
+
+def test_a_failing_log_costs_no_answer(shared: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
+    with failing_log():
+        for number, call in itertools.product(range(20), WAYS):  # more than there are threads
+            with pytest.raises(KeyError, match=f"{number}"):
+                call(1, fail, (KeyError(number),), timeout=5)
+        until(lambda: not shared.agent(1).pool.active)
+    assert "ConnectionError: no log server" in capfd.readouterr().err
+
+
+class Argument:
+    """Notes itself where it arrives."""
+
+    arrived: list[weakref.ref[Any]] = []  # noqa: RUF012
+
+    def __reduce__(self) -> Any:
+        return arrive, ()
+
+
+def arrive() -> Argument:
+    argument = Argument()
+    Argument.arrived.append(weakref.ref(argument))
+    return argument
+
+
+@pytest.mark.usefixtures("no_collections")
+def test_no_cycle_keeps_the_arguments_of_a_failed_handler_alive(shared: Mesh) -> None:
+    with pytest.raises(TypeError):
+        rpc.rpc_sync(1, len, (Argument(),))
+    until(lambda: Argument.arrived[-1]() is None)

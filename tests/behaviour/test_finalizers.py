@@ -67,6 +67,9 @@ def in_a_result(agent: Agent) -> None:
     zrpc.rpc_sync("worker1", Collects)
 
 
+interrupts = pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
+
+
 @pytest.fixture(autouse=True)
 def collect_before() -> None:
     Released.event.clear()
@@ -93,38 +96,24 @@ def finalized(mesh: Mesh, interrupt: Interrupt, act: Callable[[], Any]) -> Any:
     return mesh.run(0, run)
 
 
-@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
-def test_a_call_of_a_finalizer_is_made_wherever_the_collector_runs_it(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
+@interrupts
+def test_a_finalizer_calls_without_a_wait(mesh: Mesh, interrupt: Interrupt) -> None:
     future = finalized(mesh, interrupt, lambda: zrpc.rpc_async("worker1", release))
     assert future.wait() == "released"
-
-
-@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
-def test_a_finalizer_does_not_wait_where_it_would_wait_for_its_own_thread(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
-    """Its call is made nevertheless."""
+    Released.event.clear()
     error = finalized(mesh, interrupt, lambda: zrpc.rpc_sync("worker1", release, timeout=0))
     assert "finalizer" in str(error)
-    assert Released.event.wait(SOON)
+    assert Released.event.wait(SOON)  # the call is made nevertheless
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: zrpc.remote("worker1", release), lambda: zrpc.RRef(1)], ids=["there", "own"]
-)
-@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
-def test_a_finalizer_makes_no_rref_where_it_might_wait_for_a_lock(
-    mesh: Mesh, interrupt: Interrupt, make: Callable[[], Any]
-) -> None:
-    assert "finalizer" in str(finalized(mesh, interrupt, make))
+@interrupts
+def test_a_finalizer_makes_no_rref_under_a_lock(mesh: Mesh, interrupt: Interrupt) -> None:
+    for make in (lambda: zrpc.remote("worker1", release), lambda: zrpc.RRef(1)):
+        assert "finalizer" in str(finalized(mesh, interrupt, make))
 
 
-@pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
-def test_a_finalizer_cancels_a_call_wherever_the_collector_runs_it(
-    mesh: Mesh, interrupt: Interrupt
-) -> None:
+@interrupts
+def test_a_finalizer_cancels_a_call(mesh: Mesh, interrupt: Interrupt) -> None:
     cancelled: list[bool] = []
 
     def run() -> None:
@@ -168,25 +157,21 @@ def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
     return [each.to_here() if isinstance(each, zrpc.RRef) else each.wait() for each in made]
 
 
-def test_a_finalizer_makes_its_call_wherever_the_collector_interrupts_another(mesh: Mesh) -> None:
+def test_a_finalizer_acts_wherever_the_collector_interrupts(
+    mesh: Mesh,
+) -> None:
+    """It holds up no worker. An RRef is not made everywhere."""
     call = functools.partial(zrpc.rpc_async, "worker0", release)
-    values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs, (call,))
-    assert len(values) > 20
-    assert set(values) == {"released"}
-
-
-def test_a_finalizer_that_makes_rrefs_holds_up_no_worker(mesh: Mesh) -> None:
     make = functools.partial(zrpc.RRef, "released")
-    values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs, (make,))
-    assert set(values) == {"released"}
+    for act, least in ((call, 20), (make, 0)):
+        values = mesh.run(0, zrpc.rpc_sync, "worker1", call_while_the_collector_runs, (act,))
+        assert len(values) > least
+        assert set(values) == {"released"}
 
 
 def test_a_finalizer_waits_where_the_program_itself_is_interrupted(mesh: Mesh) -> None:
-    def in_the_program(_: Agent) -> None:
-        gc.collect()
-
     call = functools.partial(zrpc.rpc_sync, "worker1", release)
-    assert finalized(mesh, in_the_program, call) == "released"
+    assert finalized(mesh, lambda _: gc.collect(), call) == "released"
 
 
 def test_the_error_of_a_finalizers_call_is_that_of_its_future(mesh: Mesh) -> None:

@@ -5,18 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 import zrpc as rpc
-from tests.support import forks
-from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.system
@@ -67,59 +62,23 @@ def leave() -> None:
     sys.exit(3)
 
 
-@pytest.mark.parametrize(("in_child", "code"), [(result, 0), (error, 1), (leave, 3)])
 @pytest.mark.parametrize("handler", [fork, fork_in_coroutine])
 def test_a_child_that_leaves_its_handler_exits_and_only_the_parent_answers(
-    caller: Mesh, handler: Any, in_child: Any, code: int
+    caller: Mesh, handler: Any, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert rpc.rpc_sync("worker1", handler, args=(in_child,), timeout=20) == code
-    assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
-
-
-def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
-    assert rpc.rpc_sync("worker1", fork_in_callback, args=(result,), timeout=20) == 0
-    assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
-
-
-def test_a_child_that_leaves_a_callback_of_an_asynchronous_function_exits(caller: Mesh) -> None:
-    assert rpc.rpc_sync("worker1", answer_by_callback, timeout=20) == 0
-
-
-@rpc.functions.async_execution
-def answer_by_callback() -> rpc.Future[int]:
-    future = rpc.rpc_async(rpc.get_worker_info().name, min, args=(1, 2))
-    return future.then(lambda _: fork(result))
-
-
-def test_the_child_prints_its_error(caller: Mesh, capfd: pytest.CaptureFixture[str]) -> None:
-    rpc.rpc_sync("worker1", fork, args=(error,), timeout=20)
+    for in_child, code in ((result, 0), (error, 1), (leave, 3)):
+        assert rpc.rpc_sync("worker1", handler, args=(in_child,), timeout=20) == code
+        assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
     assert "ValueError: in the child" in capfd.readouterr().err
 
 
-def test_a_child_may_join_a_mesh_while_a_thread_of_its_parent_joins_one(
-    free_port: int, tmp_path: Path
-) -> None:
-    def join(name: str, size: int, init_method: str) -> None:
-        options = rpc.ZmqRpcBackendOptions(init_method=init_method, init_timeout=6)
-        rpc.init_rpc(name, rank=0, world_size=size, rpc_backend_options=options)
-
-    def wait_in_vain() -> None:
-        with pytest.raises(rpc.RendezvousError):
-            join("parent", 2, f"tcp://127.0.0.1:{free_port}")
-
-    def join_alone() -> None:
-        join("child", 1, f"file://{tmp_path / 'store'}")
-        rpc.shutdown()
-
-    thread = threading.Thread(target=wait_in_vain)
-    thread.start()
-    until(lambda: is_listening(free_port))
-    child = forks.fork(join_alone)
-    _children.append(child)
-    thread.join(SOON)
-    assert forks.exit_code(child) == 0
+@rpc.functions.async_execution
+def answer_by_callback(in_child: Callable[[], Any]) -> rpc.Future[int]:
+    future = rpc.rpc_async(rpc.get_worker_info().name, min, args=(1, 2))
+    return future.then(lambda _: fork(in_child))
 
 
-def is_listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
+def test_a_child_that_leaves_a_callback_exits(caller: Mesh) -> None:
+    for handler in (fork_in_callback, answer_by_callback):
+        assert rpc.rpc_sync("worker1", handler, args=(result,), timeout=20) == 0
+        assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST

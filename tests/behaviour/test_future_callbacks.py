@@ -1,4 +1,4 @@
-"""The callbacks of a future: then and add_done_callback."""
+"""The callbacks of a future, then and add_done_callback, and chains of them of any length."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import contextvars
 import gc
+import itertools
 import sys
 import threading
+import weakref
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -26,27 +28,18 @@ from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
 
-def test_the_callback_gets_the_future_itself(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (1,))
+def test_a_callback_gets_the_future_and_knows_the_agent(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, echo, (3,))
     seen: list[Any] = []
     future.then(seen.append).wait()
-    assert seen == [future]
-    assert isinstance(seen[0], rpc.Future)
-
-
-def test_then_after_an_error(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, fail, (KeyError("k"),))
-
-    def recover(done: Any) -> str:
-        try:
-            done.wait()
-        except KeyError:
-            return "recovered"
-        return "no error"
-
-    assert future.then(recover).wait() == "recovered"
+    future.add_done_callback(lambda _: seen.append(rpc.get_worker_info().name))
+    assert seen == [future, "worker0"]
+    twice = future.then(lambda f: future.wait() + torch.futures.wait_all([f])[0])
+    assert twice.wait() == 6
+    failed = rpc.rpc_async(1, fail, (KeyError("k"),))
+    assert failed.then(caught).wait() is KeyError
     with pytest.raises(KeyError, match="k"):
-        future.then(lambda f: f.wait()).wait()
+        failed.then(lambda f: f.wait()).wait()
 
 
 def test_what_cannot_be_called_is_no_callback(shared: Mesh) -> None:
@@ -56,57 +49,26 @@ def test_what_cannot_be_called_is_no_callback(shared: Mesh) -> None:
             text = rf"{add.__name__}\(\): incompatible function arguments\."
             with pytest.raises(TypeError, match=text):
                 add(callback)  # type: ignore[arg-type]
-    assert future.then(lambda f: f.wait()).wait() == 1
 
 
-def no_future_expected() -> None: ...
-
-
-def test_a_callback_that_takes_no_future_raises_the_errors_of_torch(shared: Mesh) -> None:
-    for callback, text in (
-        (
-            no_future_expected,
-            r"no_future_expected\(\) takes 0 positional arguments but 1 was given",
-        ),
+def test_a_type_error_is_that_of_torch_unless_it_is_the_callees(shared: Mesh) -> None:
+    cases: list[tuple[Any, str]] = [
+        (lambda: None, r"<lambda>\(\) takes 0 positional arguments but 1 was given"),
         (lambda f: f + 1, r"unsupported operand type\(s\) for \+"),
-    ):
+    ]
+    for callback, text in cases:
         failed = rpc.rpc_async(1, echo, (1,)).then(callback)
         text = "Got the following error when running the callback: TypeError: .*" + text
         for kind in (RuntimeError, TypeError):
             with pytest.raises(kind, match=text):
                 failed.wait()
-
-
-def test_a_type_error_of_the_callee_stays_as_it_is_in_a_callback(shared: Mesh) -> None:
     failed = rpc.rpc_async(1, fail, (TypeError("the callee's"),)).then(lambda f: f.wait())
     with pytest.raises(TypeError, match=r"^the callee's$") as info:
         failed.wait()
     assert info.type is TypeError
 
 
-def test_callbacks_run_once_each_in_any_number(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, (7,))
-    seen: list[int] = []
-    done = threading.Semaphore(0)
-
-    def note(f: Any) -> None:
-        seen.append(f.wait())
-        done.release()
-
-    for _ in range(5):
-        future.add_done_callback(note)
-    assert seen == []
-    gate.open()
-    future.wait()
-    future.add_done_callback(note)
-    for _ in range(6):
-        assert done.acquire(timeout=SOON)
-    assert seen == [7] * 6
-
-
-def test_an_error_in_a_callback_is_logged_and_harms_nobody(
-    shared: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_error_in_a_callback_is_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     ran = threading.Event()
     with Gate() as gate:
         future = rpc.rpc_async(1, gate.wait_inside, (1,))
@@ -134,16 +96,7 @@ def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh) -> None:
                 ask()
 
 
-def test_an_exit_in_then_that_nobody_waits_for_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    future: rpc.Future[int] = rpc.Future()
-    future.then(lambda f: fail(SystemExit("in then")))
-    future.set_result(1)
-    del future
-    gc.collect()
-    assert "nobody waited" in caplog.text
-
-
-def test_ctrl_c_in_a_callback_fails_its_future_and_goes_on_in_the_main_thread(
+def test_ctrl_c_in_a_callback_fails_its_future_too(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     future: rpc.Future[int] = rpc.Future()
@@ -204,26 +157,6 @@ def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, ga
         assert [f.wait() for f in blocked] == [None] * 3
 
 
-def test_a_callback_may_wait_for_its_own_future(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (3,))
-    result = future.then(lambda f: future.wait() + torch.futures.wait_all([future])[0])
-    assert result.wait() == 6
-
-
-def test_callbacks_know_the_agent(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, echo, (1,))
-    names: list[str] = []
-    done = threading.Event()
-
-    def note(f: Any) -> None:
-        names.append(rpc.get_worker_info().name)
-        done.set()
-
-    future.add_done_callback(note)
-    assert done.wait(SOON)
-    assert names == ["worker0"]
-
-
 @pytest.mark.parametrize("done", [False, True])
 def test_a_callback_near_the_recursion_limit_is_not_lost(done: bool) -> None:
     """Torch would lose it, or end the process."""
@@ -280,3 +213,106 @@ def test_a_callback_for_which_there_was_no_memory_is_called_again(error: type[Ex
     finally:
         sys.setprofile(None)
     assert called == ["first", "begun"]
+
+
+# -- chains ----------------------------------------------------------------------------------
+
+LONG = 10_000
+
+
+@pytest.mark.system
+def test_the_thread_that_completes_a_future_runs_a_chain_of_any_length() -> None:
+    """Also one whose stack is nearly full."""
+
+    class Big:
+        def __add__(self, _: int) -> Any:
+            return self
+
+    first: rpc.Future[Any] = rpc.Future()
+    last, value = chain(first, LONG), Big()
+    alive = [weakref.ref(each) for each in (first, last, value)]
+    first.set_result(value)
+    assert last.done()
+    assert last.value() is value
+    failing: rpc.Future[Any] = rpc.Future()
+    failed = chain(failing, 200)
+    failing.set_exception(KeyError("k"))
+    assert caught(failed) is KeyError
+    del first, last, value
+    gc.collect()
+    assert [each() for each in alive] == [None] * 3
+    full: rpc.Future[int] = rpc.Future()
+    last = chain(full, 30)
+    assert call_with_frames_left(60, lambda: full.set_result(0))
+    assert last.done()
+
+
+def test_callbacks_of_the_next_future_come_before_the_others() -> None:
+    """However deep they are, as if each ran inside of what completes its future."""
+    for depth in (0, 50):
+        first: rpc.Future[int] = rpc.Future()
+        last = chain(first, depth)
+        order: list[str] = []
+        note = order.append
+        one = last.then(lambda f, note=note: note("a"))
+        one.then(lambda f, note=note: note("a1")).then(lambda f, note=note: note("a11"))
+        one.then(lambda f, note=note: note("a2"))
+        last.then(lambda f, note=note: note("b"))
+        first.set_result(0)
+        assert order == ["a", "a1", "a11", "a2", "b"]
+
+
+@pytest.mark.parametrize("ask", [rpc.Future.wait, rpc.Future.value], ids=["wait", "value"])
+def test_a_callback_deep_in_a_chain_asks_for_what_it_has_brought_about(ask: Any) -> None:
+    first: rpc.Future[int] = rpc.Future()
+    inner: rpc.Future[int] = rpc.Future()
+    of_inner = chain(inner, 50)
+
+    def bring_about(future: Any) -> int:
+        inner.set_result(future.wait())
+        # The second one's future is done already: its callback runs at once.
+        return of_inner.wait() + ask(future.then(lambda f: f.wait()))
+
+    result = chain(first, 50).then(bring_about)
+    threading.Thread(target=first.set_result, args=(0,), daemon=True).start()
+    assert result_within(result, SOON) == 150
+
+
+@pytest.mark.parametrize("depth", [0, 5, 11])
+def test_what_comes_after_what_a_callback_waits_for_is_called_too(depth: int) -> None:
+    """Deep in a chain, where both are put off: the callback waits for the first of them only."""
+    first: rpc.Future[int] = rpc.Future()
+    inner: rpc.Future[int] = rpc.Future()
+    awaited, after = inner.then(lambda f: "a"), inner.then(lambda f: "b")
+
+    def bring_about(_: Any) -> str:
+        inner.set_result(0)
+        return awaited.wait()
+
+    last = chain(first, depth).then(bring_about)
+    first.set_result(0)
+    assert (last.value(), after.done()) == ("a", True)
+
+
+def test_a_long_chain_by_way_of_a_future_that_is_done() -> None:
+    """Its callbacks run at once, however deep."""
+    done: rpc.Future[None] = rpc.Future()
+    done.set_result(None)
+    futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(1000)]
+    for future, following in itertools.pairwise(futures):
+        future.add_done_callback(lambda f, g=following: done.then(lambda _: g.set_result(1)))
+    futures[0].set_result(1)
+    assert all(future.done() for future in futures)
+
+
+def test_endless_recursion_in_a_callback_fails_its_future_alone() -> None:
+    def recurse(future: Any) -> int:
+        return recurse(future) + 1
+
+    first: rpc.Future[int] = rpc.Future()
+    last, beside = chain(first, 20).then(recurse).then(lambda f: f.wait()), chain(first, 20)
+    first.set_result(0)
+    assert last.done()
+    with pytest.raises(RecursionError):
+        last.value()
+    assert beside.value() == 20

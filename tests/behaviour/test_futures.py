@@ -1,15 +1,18 @@
-"""The Future of a call, and futures that the program completes itself."""
+"""The Future of a call, futures that the program completes itself, several at once, and await."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import contextvars
 import copy
 import gc
+import itertools
 import operator
 import pickle
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -27,25 +30,39 @@ from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
-def test_it_is_a_torch_future(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, operator.add, (1, 2))
-    assert isinstance(future, torch.futures.Future)
-    assert isinstance(future, torch._C.Future)
-    assert isinstance(future, rpc.Future)
-    assert future.wait() == 3
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """What refers to itself is not freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+class Big:
+    """What a test follows."""
+
+
+def test_it_is_a_torch_future_with_one_value_or_error_for_all(shared: Mesh) -> None:
+    future = rpc.rpc_async(1, list, ("ab",))
+    for kind in (torch.futures.Future, torch._C.Future, rpc.Future):
+        assert isinstance(future, kind)
+    first = future.wait()
+    assert future.wait() is future.value() is first
+    failed = rpc.rpc_async(1, fail, (KeyError("k"),))
+    for ask in [failed.wait, failed.wait, failed.value]:
+        with pytest.raises(KeyError, match="k") as info:
+            ask()
+        assert "worker1" in str(info.value.__cause__)
     assert future.done()
-    assert future.value() == 3
-
-
-def stay() -> None:
-    rpc.current_call().wait_cancelled(SOON)
+    assert failed.done()
 
 
 def objects_of_calls(count: int) -> float:
     """Returns how many objects of the garbage collector's a call in flight is, with its future."""
     gc.collect()
     before = len(gc.get_objects())
-    futures = [rpc.rpc_async(1, stay) for _ in range(count)]
+    futures = [rpc.rpc_async(1, lambda: rpc.current_call().wait_cancelled()) for _ in range(count)]
     made = len(gc.get_objects()) - before
     for future in futures:
         future.cancel()
@@ -59,92 +76,24 @@ def test_one_in_flight_is_few_objects_for_the_garbage_collector(mesh: Mesh) -> N
     assert mesh.run(0, objects_of_calls, 100) <= 12
 
 
-def test_each_that_asks_gets_the_same_value_or_error(shared: Mesh) -> None:
-    future = rpc.rpc_async(1, list, ("ab",))
-    first = future.wait()
-    assert future.wait() is future.value() is first
-    failed = rpc.rpc_async(1, fail, (KeyError("k"),))
-    for ask in [failed.wait, failed.wait, failed.value]:
-        with pytest.raises(KeyError, match="k") as info:
-            ask()
-        assert "worker1" in str(info.value.__cause__)
-    assert failed.done()
-
-
-def test_torchs_wait_all_and_collect_all(shared: Mesh) -> None:
-    with Gate() as gate:
-        futures = [rpc.rpc_async(1, gate.wait_inside, (10,))]
-        futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
-        for future in futures[1:]:
-            future.wait()
-        plain: torch.futures.Future[int] = torch.futures.Future()
-        collected = torch.futures.collect_all([*futures, plain])
-        gate.open()
-        assert torch.futures.wait_all(futures) == [10, *range(10)]
-    assert not collected.done()
-
-    def call_on(collected: torch.futures.Future[Any]) -> int:
-        return rpc.rpc_sync(1, sum, ([f.wait() for f in collected.wait()],))
-
-    then = collected.then(call_on)
-    plain.set_result(1)
-    assert then.wait() == 56
-    assert torch.futures.wait_all([]) == []
-    failed = [rpc.rpc_async(1, echo, (1,)), rpc.rpc_async(1, fail, (KeyError("k"),))]
-    for collect in (
-        torch.futures.wait_all,
-        lambda futures: torch.futures.collect_all(futures).wait(),
-    ):
-        with pytest.raises(KeyError, match="k"):
-            collect(failed)
-    assert failed[0].wait() == 1
-
-
-# -- futures of the program's own ------------------------------------------------------------
-
-
-def test_set_result() -> None:
-    future: rpc.Future[int] = rpc.Future()
-    doubled = future.then(lambda f: f.wait() * 2)
-    future.set_result(21)
-    assert (future.wait(), doubled.wait()) == (21, 42)
-    with pytest.raises(RuntimeError):
-        future.set_result(1)
-
-
-def test_set_exception_takes_exceptions_only() -> None:
-    for what in (None, "error", 5):
-        with pytest.raises(TypeError, match="Exception"):
-            rpc.Future().set_exception(what)
-
-
 def test_a_future_can_not_be_pickled(shared: Mesh) -> None:
     for future in [rpc.rpc_async(1, echo, (1,)), rpc.Future(), rpc.Future().then(print)]:
-        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-            pickle.dumps(future)
-        with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
-            copy.deepcopy(future)
+        for copying in (pickle.dumps, copy.deepcopy):
+            with pytest.raises(RuntimeError, match=r"Can not pickle torch\.futures\.Future"):
+                copying(future)
 
 
-def test_a_future_and_its_result_are_freed(shared: Mesh) -> None:
-    class Big:
-        pass
-
-    future = rpc.rpc_async(1, Big)
-    gone, value_gone = threading.Event(), threading.Event()
-    value = weakref.ref(future.wait(), lambda _: value_gone.set())
-    alive = weakref.ref(future, lambda _: gone.set())
-    assert value() is not None
-    del future
-    # The thread that has settled the call, and with that ended our wait, may have it for a moment.
-    assert gone.wait(SOON), alive()
-    assert value_gone.wait(SOON)
+@pytest.mark.usefixtures("no_collections")
+def test_futures_and_their_values_are_freed_without_the_collector(shared: Mesh) -> None:
+    futures = [rpc.rpc_async(1, Big) for _ in range(3)]
+    gone = [weakref.ref(each) for each in [*rpc.wait_all(futures), *futures]]
+    assert gone[0]() is not None
+    del futures
+    # The thread that settled a call wakes the one that waits, and then drops the future.
+    until(lambda: not any(ref() for ref in gone), "all are freed")
 
 
 def test_a_future_that_is_never_completed_is_freed_with_its_callbacks() -> None:
-    class Big:
-        pass
-
     big, future = Big(), rpc.Future[int]()
     future.then(lambda _, big=big: big)
     future.add_done_callback(lambda _, big=big: None)
@@ -154,36 +103,39 @@ def test_a_future_that_is_never_completed_is_freed_with_its_callbacks() -> None:
     assert [each() for each in gone] == [None, None]
 
 
-# -- futures of calls that the program completes itself --------------------------------------------
+# -- that the program completes ----------------------------------------------------------------
 
 ALREADY = "Attempting to mark a completed Future as complete again"
 
 
-def test_the_future_of_a_call_that_the_program_completes(shared: Mesh) -> None:
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+def check_complete(future: rpc.Future[Any], value: Any) -> None:
+    """A future with a value can't be completed again, nor cancelled."""
+    with pytest.raises(RuntimeError, match=ALREADY):
+        future.set_result("again")
+    with pytest.raises(RuntimeError, match=ALREADY):
+        future.set_exception(KeyError("k"))
+    assert not future.cancel()
+    assert (future.wait(), future.value(), future.cancelled()) == (value, value, False)
+
+
+def test_set_exception_takes_exceptions_only() -> None:
+    for what in (None, "error", 5):
+        with pytest.raises(TypeError, match="Exception"):
+            rpc.Future().set_exception(what)
+
+
+def test_the_program_completes_a_future_of_its_own_or_of_a_call(shared: Mesh, gate: Gate) -> None:
+    for future in (rpc.Future[Any](), rpc.rpc_async(1, gate.wait_inside, ("answer",))):
         doubled = future.then(lambda f: f.wait() * 2)
-        gate.await_entry()
+        finish = start_all([future.wait] * 3, SOON)
         future.set_result(7)
-        assert future.done()
+        assert finish() == [7] * 3
         assert doubled.value() == 14
-        assert (future.wait(), future.value(), future.cancelled()) == (7, 7, False)
-        assert not future.cancel()
-        with pytest.raises(RuntimeError, match=ALREADY):
-            future.set_exception(KeyError("k"))
-        assert future.wait() == 7
-        gate.open()
+        check_complete(future, 7)
+    gate.await_entry()
+    gate.open()
     assert rpc.rpc_sync(1, echo, (1,)) == 1  # the answer has come, and nobody heard of it
-    assert future.wait() == 7
-
-
-def test_a_thread_that_waits_for_a_call_gets_what_the_program_sets(
-    shared: Mesh, gate: Gate
-) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
-    finish = start_all([future.wait] * 3, SOON)
-    future.set_result("mine")
-    assert finish() == ["mine"] * 3
+    check_complete(future, 7)
 
 
 def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
@@ -191,11 +143,7 @@ def test_an_answer_that_has_come_is_kept(shared: Mesh) -> None:
     waited.wait()
     until(not_waited.done)
     for future in (waited, not_waited):
-        with pytest.raises(RuntimeError, match=ALREADY):
-            future.set_result("mine")
-        with pytest.raises(RuntimeError, match=ALREADY):
-            future.set_exception(KeyError("mine"))
-        assert future.wait() == "answer"
+        check_complete(future, "answer")
 
 
 def test_threads_race_to_complete_a_future() -> None:
@@ -230,35 +178,6 @@ def test_a_future_of_then_that_the_program_completes() -> None:
     assert (value.wait(), error.wait()) == (None, "mine")
 
 
-# -- many threads, one future ------------------------------------------------------------------
-
-
-def test_many_threads_wait_for_one_future(shared: Mesh, gate: Gate) -> None:
-    future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
-    ways: list[Callable[[], Any]] = [
-        future.wait,
-        lambda: torch.futures.wait_all([future])[0],
-        lambda: future.then(lambda f: f.wait()).wait(),
-    ]
-    finish = start_all(ways * 4, SOON)
-    gate.open()
-    results = finish()
-    assert results == [["x"]] * 12
-    assert len({id(r) for r in results}) == 1  # it was unpickled once
-
-
-# -- _wait_all -------------------------------------------------------------------------------
-
-
-def test_wait_all_context(shared: Mesh) -> None:
-    with Gate() as gate, rpc.api._wait_all():
-        futures = [rpc.rpc_async(1, gate.wait_inside, (i,)) for i in range(3)]
-        gate.open()
-    assert all(f.done() for f in futures)
-    with pytest.raises(KeyError, match="k"), rpc._wait_all():
-        rpc.rpc_async(1, fail, (KeyError("k"),))
-
-
 COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
     "set_result": lambda future: future.set_result(1),
     "set_exception": lambda future: future.set_exception(ValueError("1")),
@@ -268,9 +187,7 @@ COMPLETIONS: dict[str, Callable[[rpc.Future[Any]], object]] = {
 
 @pytest.mark.parametrize("of_call", [False, True])
 @pytest.mark.parametrize("complete", COMPLETIONS.values(), ids=COMPLETIONS)
-def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
-    shared: Mesh, complete: Any, of_call: bool, gate: Gate
-) -> None:
+def test_ctrl_c_loses_no_future(shared: Mesh, complete: Any, of_call: bool, gate: Gate) -> None:
     """Other threads may wait for it."""
 
     def run(number: int) -> None:
@@ -283,6 +200,28 @@ def test_ctrl_c_leaves_no_future_that_nobody_can_complete(
 
     for number in some_steps(lambda: run(0)):
         run(number)
+
+
+# -- many threads --------------------------------------------------------------------------------
+
+
+def test_many_threads_wait_for_one_future(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (["x"],))
+
+    async def main() -> Any:
+        return await future
+
+    ways: list[Callable[[], Any]] = [
+        future.wait,
+        lambda: torch.futures.wait_all([future])[0],
+        lambda: future.then(lambda f: f.wait()).wait(),
+        lambda: asyncio.run(main()),  # each has a loop of its own
+    ]
+    finish = start_all(ways * 4, SOON)
+    gate.open()
+    results = finish()
+    assert results == [["x"]] * 16
+    assert len({id(r) for r in results}) == 1  # it was unpickled once
 
 
 def calls_until(over: threading.Event) -> None:
@@ -303,3 +242,200 @@ def test_after_waits_near_the_recursion_limit_the_worker_still_receives(mesh: Me
             assert future.wait() == left
     over.set()
     calling.result(SOON)
+
+
+# -- several at once -----------------------------------------------------------------------------
+
+
+def test_all_are_waited_for_in_their_order_also_those_of_torch(shared: Mesh) -> None:
+    with Gate() as gate:
+        plain: torch.futures.Future[Any] = torch.futures.Future()
+        futures = [rpc.rpc_async(1, gate.wait_inside, (10,)), plain]
+        futures += [rpc.rpc_async(to, echo, (i,)) for i, to in enumerate([0, 1] * 5)]
+        collected = [each.collect_all(futures) for each in (rpc, torch.futures)]
+        # A callback of torch's collection may make calls.
+        thens = [
+            each.then(lambda c: rpc.rpc_sync(1, sum, ([f.wait() for f in c.wait()],)))
+            for each in collected
+        ]
+        for future in futures[2:]:
+            future.wait()
+        gate.open()
+    futures[0].wait()
+    assert not any(each.done() for each in collected)
+    threading.Timer(0.01, contextvars.copy_context().run, (plain.set_result, 11)).start()
+    assert rpc.wait_all(futures, timeout=SOON) == [10, 11, *range(10)]
+    assert torch.futures.wait_all(futures) == [10, 11, *range(10)]
+    assert [then.wait() for then in thens] == [66, 66]
+
+
+def test_the_first_error_ends_the_wait_while_other_calls_go_on(shared: Mesh) -> None:
+    for wait in (rpc.wait_all, lambda futures: rpc.collect_all(futures).wait()):
+        with Gate() as gate:
+            slow = rpc.rpc_async(1, gate.wait_inside, (1,))
+            failed = [slow, rpc.rpc_async(1, fail, (KeyError("k"),))]
+            with pytest.raises(KeyError, match="k") as info:
+                wait(failed)
+            assert "worker1" in str(info.value.__cause__)
+            assert not slow.done()
+            gate.open()
+            assert slow.wait() == 1
+    for wait in (torch.futures.wait_all, lambda f: torch.futures.collect_all(f).wait()):
+        with pytest.raises(KeyError, match="k"):
+            wait(failed)
+
+
+def test_wait_all_gives_up_after_its_timeout(shared: Mesh, gate: Gate) -> None:
+    slow = rpc.rpc_async(1, gate.wait_inside, (1,))
+    quick = rpc.rpc_async(1, echo, (2,))
+    quick.wait()
+    with pytest.raises(rpc.RpcTimeoutError, match=r"done within 0\.05 s, but 1 of them"):
+        rpc.wait_all([slow, quick], timeout=0.05)
+
+
+def test_as_completed_gives_each_future_when_it_is_done_or_has_failed(shared: Mesh) -> None:
+    with Gate() as first, Gate() as second:
+        futures = [rpc.rpc_async(1, gate.wait_inside) for gate in (first, second)]
+        futures += [rpc.rpc_async(1, fail, (KeyError("k"),)), rpc.Future()]
+        done = rpc.as_completed(futures, timeout=SOON)
+        assert next(done) is futures[2]
+        assert caught(futures[2]) is KeyError
+        futures[3].cancel()
+        assert next(done) is futures[3]
+        second.open()
+        assert next(done) is futures[1]
+        first.open()
+        assert list(done) == [futures[0]]
+
+
+def test_no_futures_and_one_future_twice(shared: Mesh) -> None:
+    assert rpc.wait_all([]) == rpc.collect_all([]).wait() == list(rpc.as_completed([])) == []
+    assert torch.futures.wait_all([]) == []
+    future = rpc.rpc_async(1, echo, (1,))
+    assert rpc.wait_all([future, future]) == [1, 1]
+    assert rpc.collect_all([future, future]).wait() == [future, future]
+
+
+def test_what_is_no_future_is_refused() -> None:
+    text = r"expected torch\.futures\.Future .* int at position 1"
+    for take in (rpc.wait_all, rpc.collect_all, rpc.as_completed):
+        with pytest.raises(TypeError, match=text):
+            take([rpc.Future(), 1])  # type: ignore[list-item]
+
+
+def test_a_cancelled_collection_leaves_its_calls_alone(shared: Mesh, gate: Gate) -> None:
+    slow = rpc.rpc_async(1, gate.wait_inside, (1,))
+    collected = rpc.collect_all([slow])
+    assert collected.cancel()
+    gate.open()
+    assert slow.wait() == 1
+    with pytest.raises(rpc.RpcCancelledError):
+        collected.wait()
+
+
+def test_the_calls_of_a_block_are_waited_for(shared: Mesh) -> None:
+    with Gate() as gate, rpc.api._wait_all():
+        futures = [rpc.rpc_async(1, gate.wait_inside, (i,)) for i in range(3)]
+        gate.open()
+    assert all(f.done() for f in futures)
+    with pytest.raises(KeyError, match="k"), rpc._wait_all():
+        rpc.rpc_async(1, fail, (KeyError("k"),))
+
+
+def test_ctrl_c_leaves_the_other_futures_to_the_next_call() -> None:
+    for number in itertools.count(1):
+        futures: list[rpc.Future[int]] = [rpc.Future() for _ in range(2)]
+        arriving = rpc.as_completed(futures, timeout=5)
+        futures[0].set_result(0)
+        with at_step(number, interrupt) as steps, contextlib.suppress(KeyboardInterrupt):
+            next(arriving)
+        if not steps.place:
+            break
+        futures[1].set_result(1)
+        assert futures[1] in list(arriving)
+    assert number > 3
+
+
+# -- in asyncio ----------------------------------------------------------------------------------
+
+
+def test_await_holds_up_no_loop_and_goes_on_after_a_time_out(shared: Mesh, gate: Gate) -> None:
+    async def main() -> Any:
+        order: list[str] = []
+        future = rpc.rpc_async(1, gate.wait_inside, ("answer",))
+
+        async def waits() -> None:
+            order.append(await future)
+
+        task = asyncio.ensure_future(waits())
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.shield(future), 0.01)
+        with pytest.raises(TypeError, match="give it ensure_future"):
+            await asyncio.wait([future])
+        order.append("the loop runs")
+        gate.open()
+        await asyncio.wait_for(task, SOON)
+        collected = rpc.collect_all([rpc.rpc_async(1, operator.add, (1, 2)), future])
+        return order, [each.wait() for each in await collected]
+
+    assert asyncio.run(main()) == (["the loop runs", "answer"], [3, "answer"])
+
+
+def test_a_loop_that_was_closed_meanwhile(shared: Mesh, gate: Gate) -> None:
+    future = rpc.rpc_async(1, gate.wait_inside, (5,))
+
+    async def main() -> Any:
+        waiting = future.__await__()
+        next(waiting)
+        return waiting
+
+    waiting = asyncio.run(main())
+    gate.open()
+    assert future.wait() == 5
+    waiting.close()
+
+
+async def within_no_time(future: rpc.Future[Any]) -> Any:
+    async with asyncio.timeout(0):
+        return await future
+
+
+async def first_of_two(future: rpc.Future[Any]) -> Any:
+    return (await asyncio.gather(future, future))[0]
+
+
+async def waited_for(future: rpc.Future[Any]) -> Any:
+    found, left = await asyncio.wait([future], timeout=SOON)
+    assert (found, left) == ({future}, set())
+    return await future
+
+
+WAYS: list[Callable[[rpc.Future[Any]], Any]] = [
+    within_no_time,
+    first_of_two,
+    waited_for,
+    lambda future: asyncio.wait_for(future, 0),
+    lambda future: asyncio.wait_for(future, SOON),
+    asyncio.shield,
+    lambda future: next(iter(asyncio.as_completed([future]))),
+    asyncio.ensure_future,
+]
+
+
+def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(shared: Mesh) -> None:
+    async def main(ask: Callable[[rpc.Future[Any]], Any]) -> list[Any]:
+        with pytest.raises(KeyError):
+            await ask(bad)
+        order = [await ask(done)]
+        asyncio.get_running_loop().call_soon(order.append, "a turn")
+        order.append(await done)  # without a turn of the loop
+        await asyncio.sleep(0)
+        return order
+
+    done, bad = rpc.rpc_async(1, echo, (7,)), rpc.Future[Any]()
+    done.wait()
+    bad.set_exception(KeyError("k"))
+    for ask in WAYS:
+        assert asyncio.run(main(ask)) == [7, 7, "a turn"]
+    with contextlib.closing(asyncio.new_event_loop()) as loop:
+        assert loop.run_until_complete(done) == 7

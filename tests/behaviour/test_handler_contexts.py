@@ -1,20 +1,28 @@
-"""What a handler has of its own: its current call, and context variables, which begin unset."""
+"""What each handler has of its own: context variables, its current call, and modes of torch."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import decimal
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch.overrides import BaseTorchFunctionMode
 
-import zrpc
 import zrpc as rpc
+from tests.support.identity import here
 from tests.support.targets import echo
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
+
+ONE_THREAD = pytest.mark.zrpc(options={"num_worker_threads": 1})
+
+# -- context variables ---------------------------------------------------------------------------
 
 variable = contextvars.ContextVar("variable", default="unset")
 
@@ -31,10 +39,6 @@ def set_precision() -> int:
     return found
 
 
-def set_error_handling() -> str:
-    return np.seterr(over="raise")["over"]
-
-
 async def set_variable_async() -> str:
     return set_variable()
 
@@ -43,42 +47,30 @@ async def set_precision_async() -> int:
     return set_precision()
 
 
-def set_variable_in_a_callback() -> zrpc.Future[str]:
-    return zrpc.rpc_async("worker0", len, args=("",)).then(lambda _: set_variable())
+class Setter:
+    def __init__(self) -> None:
+        set_variable()
+
+    set = staticmethod(set_variable)
 
 
-SETTERS = [
+SETTERS: list[Callable[[], Any]] = [
     set_variable,
     set_precision,
-    set_error_handling,
+    lambda: np.seterr(over="raise")["over"],
     set_variable_async,
     set_precision_async,
-    zrpc.functions.async_execution(set_variable_in_a_callback),
+    async_execution(lambda: rpc.rpc_async(0, len, ("",)).then(lambda _: set_variable())),
 ]
 
 
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_what_a_handler_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
+@ONE_THREAD
+def test_what_a_handler_or_a_callback_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
     for setter in SETTERS:
-        found = [zrpc.rpc_sync("worker1", setter) for _ in range(20)]
-        assert len(set(found)) == 1
-
-
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_what_a_method_of_an_rref_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
-    class Setter:
-        def __init__(self) -> None:
-            set_variable()
-
-        set = staticmethod(set_variable)
-
-    rref = zrpc.remote("worker1", Setter)
+        assert len({rpc.rpc_sync(1, setter) for _ in range(20)}) == 1
+    rref = rpc.remote(1, Setter)
     assert {rref.rpc_sync().set() for _ in range(20)} == {"unset"}
-
-
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
-def test_what_a_callback_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
-    calls = [zrpc.rpc_async("worker1", len, args=("",)) for _ in range(20)]
+    calls = [rpc.rpc_async(1, len, args=("",)) for _ in range(20)]
     futures = [call.then(lambda _: set_variable()) for call in calls]
     assert {future.wait() for future in futures} == {"unset"}
 
@@ -86,22 +78,20 @@ def test_what_a_callback_sets_is_not_seen_by_the_next(caller: Mesh) -> None:
 def test_handlers_see_what_was_set_before_their_worker_started(alone: int) -> None:
     def run() -> list[object]:
         variable.set("before")
-        with zrpc.session("me", rank=0, world_size=1):
+        with rpc.session("me", rank=0, world_size=1):
             variable.set("after")
-            return [zrpc.rpc_sync("me", setter) for setter in (set_variable, set_variable_async)]
+            return [rpc.rpc_sync("me", setter) for setter in (set_variable, set_variable_async)]
 
     assert contextvars.copy_context().run(run) == ["before", "before"]
     with decimal.localcontext() as context:
         context.prec = 50
-        with zrpc.session("me", rank=0, world_size=1):
+        with rpc.session("me", rank=0, world_size=1):
             for setter in (set_precision, set_precision_async):
-                assert [zrpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
+                assert [rpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
         assert decimal.getcontext().prec == 50
 
 
-def test_there_is_none_outside_of_a_handler(shared: Mesh) -> None:
-    with pytest.raises(rpc.RpcError, match="there is no current call"):
-        rpc.current_call()
+# -- the current call ----------------------------------------------------------------------------
 
 
 def describe() -> tuple[Any, ...]:
@@ -119,7 +109,7 @@ def describe_later() -> Any:
     return rpc.rpc_async(0, echo).then(lambda _: describe())
 
 
-def test_what_it_reports(shared: Mesh) -> None:
+def test_a_handler_finds_its_call(shared: Mesh) -> None:
     for function in (describe, describe_async, describe_later):
         for timeout in (0, 5):
             caller, cancelled, remaining, text = rpc.rpc_sync(1, function, timeout=timeout)
@@ -127,14 +117,56 @@ def test_what_it_reports(shared: Mesh) -> None:
             assert not cancelled
             assert remaining is None if not timeout else 0 < remaining <= timeout
             assert text == f"<Call from {caller}, waited for>"
-
-
-def test_a_handler_in_a_handlers_thread_has_its_own(shared: Mesh) -> None:
-    """A worker that calls itself."""
     assert rpc.rpc_sync(1, describe_both)
+    with pytest.raises(rpc.RpcError, match="there is no current call"):
+        rpc.current_call()
 
 
 def describe_both() -> bool:
+    """Is called by worker0, and calls its own worker."""
     outer = rpc.current_call()
     inner = rpc.rpc_sync(1, describe)
     return (outer.caller.id, inner[0].id) == (0, 1) and rpc.current_call().caller == outer.caller
+
+
+# -- modes of torch ------------------------------------------------------------------------------
+
+
+def autocast() -> None:
+    torch.autocast("cpu").__enter__()
+    torch.autocast("cpu", dtype=torch.float16).__enter__()
+
+
+def no_grad_and_fail() -> None:
+    torch.set_grad_enabled(False)
+    raise ValueError("on purpose")
+
+
+LEAVE_MODES: list[Callable[[], object]] = [
+    lambda: torch.set_grad_enabled(False) and None,
+    autocast,
+    lambda: torch.set_autocast_enabled("cpu", True),
+    lambda: torch.set_default_device("meta"),
+    lambda: BaseTorchFunctionMode().__enter__() and None,
+    no_grad_and_fail,
+]
+NO_MODE = (True, torch.float32, "cpu", 1, 0)
+
+
+def modes() -> Any:
+    x = torch.ones(2, 2, requires_grad=True)
+    y = x @ x
+    nesting = torch.autocast_increment_nesting()
+    torch.autocast_decrement_nesting()
+    return y.requires_grad, y.dtype, y.device.type, nesting, torch._C._len_torch_function_stack()
+
+
+@ONE_THREAD
+def test_a_mode_that_is_left_on_ends_with_its_handler(caller: Mesh) -> None:
+    for leave in LEAVE_MODES:
+        for _ in range(20):  # in each of the threads that run handlers
+            with contextlib.suppress(ValueError):
+                rpc.rpc_sync(1, here(leave))
+            assert rpc.rpc_sync(1, here(modes)) == NO_MODE
+    with torch.no_grad(), torch.autocast("cpu"):  # nor does it run in those of its caller
+        assert rpc.rpc_sync(1, here(modes)) == NO_MODE

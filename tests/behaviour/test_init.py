@@ -1,4 +1,4 @@
-"""init_rpc: how workers meet, and what they are told where they don't."""
+"""init_rpc: how workers meet, what they are told otherwise, and the options of a mesh."""
 
 from __future__ import annotations
 
@@ -8,24 +8,30 @@ import signal
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import zrpc as rpc
-from tests.support.agents import join_all
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
+from tests.support.watched import Watched
 from zrpc.membership.init_method import resolve_rank
+from zrpc.testing import Mesh
 from zrpc.testing.leaks import lasting, no_leaks
 
 # Where a rendezvous must fail by its timeout; the others fail or succeed at once.
 SHORT = 0.3
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
+
+
+Unset = Callable[..., None]
 
 
 def options(timeout: float = 10.0, **more: Any) -> rpc.ZmqRpcBackendOptions:
@@ -40,24 +46,25 @@ def _once() -> None:
 
 
 @pytest.fixture(autouse=True)
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+def unset(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Removes variables from the environment: first all that a launcher sets."""
+
+    def unset(*names: str) -> None:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+
+    unset("RANK", "WORLD_SIZE", *ADDRESS)
+    return unset
 
 
-def test_a_store_that_has_seen_a_mesh_serves_again() -> None:
-    store = dist.HashStore()
-    for name in ["first", "second"]:
-        agents = join_all((f"{name}0", 0, 2), (f"{name}1", 1, 2), store=store)
-        with agents[0].as_current():
-            assert rpc.rpc_sync(f"{name}1", max, (1, 2)) == 2
-        for agent in agents:
-            agent.close()
+def shut_down_after_a_call() -> None:
+    """As the only worker of a mesh."""
+    assert rpc.rpc_sync(0, max, (1, 2)) == 2
+    rpc.shutdown()
+    assert not rpc.is_initialized()
 
 
-def test_a_worker_without_a_name_is_called_by_the_launcher_or_by_its_rank(
-    alone: int, monkeypatch: Any
-) -> None:
+def test_a_worker_may_be_called_by_its_rank(alone: int, monkeypatch: Any) -> None:
     for name in ("worker0", "trainer0"):
         rpc.init_rpc()
         assert rpc.get_worker_info() == rpc.WorkerInfo(name, 0)
@@ -65,59 +72,36 @@ def test_a_worker_without_a_name_is_called_by_the_launcher_or_by_its_rank(
         monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
 
 
-def test_a_program_that_was_started_alone_learns_how_to_start_it(
-    alone: int, monkeypatch: Any
-) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    with pytest.raises(rpc.RendezvousError, match=r"zrpc launch -n 2 .* RANK and WORLD_SIZE"):
-        rpc.init_rpc()
-
-
-def test_a_mesh_of_one_worker_needs_no_address(alone: int, monkeypatch: Any) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name)
+def test_a_mesh_of_one_worker_needs_no_address(alone: int, unset: Unset, monkeypatch: Any) -> None:
+    unset(*ADDRESS)
     for _ in range(2):
         rpc.init_rpc("me", rank=0, world_size=1)
-        assert rpc.rpc_sync("me", max, args=(1, 2)) == 2
-        rpc.shutdown()
+        shut_down_after_a_call()
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with pytest.raises(rpc.RendezvousError, match="expected the host and port of the master"):
         rpc.init_rpc("me", rank=0, world_size=1)
 
 
-def test_a_program_that_joins_workers_of_its_own_is_told_of_start_mesh(
-    alone: int, monkeypatch: Any
-) -> None:
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.delenv(name)
+def test_a_program_alone_learns_how_to_start_workers(alone: int, unset: Unset) -> None:
+    unset("RANK", "WORLD_SIZE")
+    with pytest.raises(rpc.RendezvousError, match=r"zrpc launch -n 2 .* RANK and WORLD_SIZE"):
+        rpc.init_rpc()
+    unset(*ADDRESS)
     with pytest.raises(rpc.RendezvousError, match=r"starts its workers itself .* zrpc.start_mesh"):
         rpc.init_rpc("driver", rank=2, world_size=3)
 
 
-def test_a_rank_without_a_world_size_is_warned_of(
-    alone: int, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+def test_a_rank_without_a_world_size_is_warned_of_but_in_an_elastic_launch(
+    alone: int, unset: Unset, monkeypatch: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv("WORLD_SIZE")
+    unset("WORLD_SIZE")
     rpc.init_rpc()
-    assert "RANK is set and WORLD_SIZE is not, so this mesh is elastic" in caplog.text
     rpc.shutdown()
-
-
-def test_an_elastic_launch_is_not_warned_of(
-    monkeypatch: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("RANK", "3")
+    assert "RANK is set and WORLD_SIZE is not, so this mesh is elastic" in caplog.text
+    caplog.clear()
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert resolve_rank("env://", -1, None) == (3, None)
+    assert resolve_rank("env://", -1, None) == (0, None)
     assert "elastic" not in caplog.text
-
-
-@pytest.mark.system
-def test_nothing_is_left_of_what_failed(alone: int) -> None:
-    with no_leaks(), pytest.raises(rpc.RendezvousError):
-        rpc.init_rpc("me", rank=1, world_size=2, rpc_backend_options=options(SHORT))
 
 
 def test_names_and_numbers_that_do_not_fit(alone: int) -> None:
@@ -133,14 +117,6 @@ def test_names_and_numbers_that_do_not_fit(alone: int) -> None:
     assert not rpc.is_initialized()
 
 
-@pytest.mark.parametrize("scheme", ["env", "file"])
-def test_an_init_timeout_of_a_lifetime(alone: int, tmp_path: Path, scheme: str) -> None:
-    method = f"file://{tmp_path}/store" if scheme == "file" else "env://"
-    rpc.init_rpc("me", rpc_backend_options=options(1e12, init_method=method))
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
-
-
 def test_threads_of_gevent_are_refused(alone: int, monkeypatch: Any) -> None:
     monkey = SimpleNamespace(is_module_patched=lambda name: name == "threading")
     monkeypatch.setitem(sys.modules, "gevent.monkey", monkey)
@@ -149,36 +125,14 @@ def test_threads_of_gevent_are_refused(alone: int, monkeypatch: Any) -> None:
 
 
 @pytest.mark.system
-def test_without_a_world_size_the_mesh_is_elastic(
-    alone: int, monkeypatch: Any, tmp_path: Any
-) -> None:
+def test_without_a_world_size_the_mesh_is_elastic(alone: int, unset: Unset, tmp_path: Any) -> None:
     """Rank 0 hosts the store where it has to, and it ends with it."""
-    monkeypatch.delenv("WORLD_SIZE")
+    unset("WORLD_SIZE")
     for method in ("env://", f"tcp://127.0.0.1:{alone}", f"file://{tmp_path}/store"):
         with no_leaks():
             rpc.init_rpc("me", rpc_backend_options=options(init_method=method))
             assert rpc.get_worker_info() == rpc.WorkerInfo("me", 0)
-            assert rpc.rpc_sync("me", max, (1, 2)) == 2
-            rpc.shutdown()
-
-
-@pytest.mark.system
-def test_a_worker_without_rank_and_world_size_hosts_no_store(alone: int, monkeypatch: Any) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name)
-    with pytest.raises(rpc.RendezvousError, match="found nobody"):
-        rpc.init_rpc("me", rpc_backend_options=options(SHORT))
-
-
-def test_bad_init_methods(alone: int) -> None:
-    for init_method in (
-        *("", "nonsense", "http://localhost:1", "tcp://", "tcp://localhost", "file://"),
-        "tcp://h:port",
-    ):
-        with pytest.raises((rpc.RendezvousError, ValueError)) as info:
-            rpc.init_rpc("me", rpc_backend_options=options(SHORT, init_method=init_method))
-        assert str(info.value)
-        assert not rpc.is_initialized()
+            shut_down_after_a_call()
 
 
 def test_wrong_options(alone: int) -> None:
@@ -192,38 +146,17 @@ def test_wrong_options(alone: int) -> None:
         rpc.init_rpc("me", backend="tensorpipe")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("keyword", [True, False])
-def test_torchs_way_to_say_it(alone: int, keyword: bool) -> None:
+def test_torchs_way_to_say_it(alone: int) -> None:
     made = rpc.TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=9)
-    if keyword:
-        rpc.init_rpc("me", backend=rpc.BackendType.TENSORPIPE, rpc_backend_options=made)
-    else:
-        rpc.init_rpc("me", rpc.BackendType.TENSORPIPE, 0, 1, made)
-    assert rpc.get_rpc_timeout() == 9.0
-    rpc.shutdown()
-
-
-def test_init_again_and_again(alone: int) -> None:
-    for i in range(5):
+    kind = rpc.BackendType.TENSORPIPE
+    for init in (
+        lambda: rpc.init_rpc("me", backend=kind, rpc_backend_options=made),
+        lambda: rpc.init_rpc("me", kind, 0, 1, made),
+    ):
         with no_leaks():
-            rpc.init_rpc(f"me{i}")
-            assert rpc.rpc_sync(f"me{i}", rpc.get_worker_info).name == f"me{i}"
-            rpc.shutdown()
-        assert not rpc.is_initialized()
-
-
-@pytest.mark.system
-def test_a_master_that_ends_while_others_wait(alone: int) -> None:
-    """It may be back, but nobody is told only that there was none."""
-    master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
-    with ThreadPoolExecutor(1) as thread:
-        joining = thread.submit(
-            rpc.init_rpc, "me", rank=1, world_size=2, rpc_backend_options=options(1.5)
-        )
-        master.wait(["zrpc/record/-/1"])
-        del master
-        with pytest.raises(rpc.RendezvousError, match=f"was lost .* at 127.0.0.1:{alone} within"):
-            joining.result(10)
+            init()
+            assert rpc.get_rpc_timeout() == 9.0
+            shut_down_after_a_call()
 
 
 @pytest.mark.system
@@ -247,7 +180,8 @@ def test_a_shutdown_while_another_thread_joins() -> None:
 
 
 @pytest.mark.system
-def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
+@pytest.mark.usefixtures("alone", "no_leaks")
+def test_missing_ranks_then_again_in_the_same_process() -> None:
     """The failed attempt gives the port back, even while somebody keeps its exception."""
     kept = []
     for _ in range(2):
@@ -256,8 +190,7 @@ def test_missing_ranks_then_again_in_the_same_process(alone: int) -> None:
         kept.append(info.value)
         assert not rpc.is_initialized()
     rpc.init_rpc("me")
-    assert rpc.rpc_sync("me", max, (1, 2)) == 2
-    rpc.shutdown()
+    shut_down_after_a_call()
 
 
 def test_the_timeout_of_calls_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,22 +205,14 @@ def test_the_timeout_of_calls_of_the_environment(monkeypatch: pytest.MonkeyPatch
         rpc.init_rpc("me", rank=0, world_size=2)
 
 
-def test_the_init_timeout_is_by_default_the_timeout_of_calls() -> None:
-    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
-    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0
+def test_where_the_init_timeout_comes_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for variable, seconds in ((" 600 ", 600.0), ("", 7.0), ("0", 7.0)):
+        monkeypatch.setenv("ZRPC_INIT_TIMEOUT", variable)
+        assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == seconds
+        assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0
     assert rpc.ZmqRpcBackendOptions(rpc_timeout=0).init_timeout > 0  # never without a limit
-
-
-def test_the_init_timeout_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", " 600 ")
-    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 600.0
-    assert rpc.ZmqRpcBackendOptions(rpc_timeout=7, init_timeout=3).init_timeout == 3.0
-    for unset in ("", "0"):
-        monkeypatch.setenv("ZRPC_INIT_TIMEOUT", unset)
-        assert rpc.ZmqRpcBackendOptions(rpc_timeout=7).init_timeout == 7.0
-
-
-def test_a_wrong_init_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for wrong, found in (
         ("10m", "expected a number of seconds in ZRPC_INIT_TIMEOUT, found '10m'"),
         ("-1", "ZRPC_INIT_TIMEOUT must be a finite number of seconds"),
@@ -298,8 +223,167 @@ def test_a_wrong_init_timeout_in_the_environment(monkeypatch: pytest.MonkeyPatch
             rpc.init_rpc("me", rank=0, world_size=2)
 
 
-def test_rank_and_world_size_in_the_url(alone: int, tmp_path: Path) -> None:
-    for url in [f"tcp://127.0.0.1:{alone}?rank=0&world_size=1", f"file://{tmp_path}/f"]:
-        rpc.init_rpc("me", rpc_backend_options=options(init_method=url))
-        assert rpc.rpc_sync("me", max, (1, 2)) == 2
-        rpc.shutdown()
+def test_rank_in_the_url_and_a_timeout_of_a_lifetime(alone: int, tmp_path: Path) -> None:
+    for url in ("env://", f"tcp://127.0.0.1:{alone}?rank=0&world_size=1", f"file://{tmp_path}/f"):
+        rpc.init_rpc("me", rpc_backend_options=options(1e12, init_method=url))
+        shut_down_after_a_call()
+
+
+def test_defaults_and_torchs_names_for_them() -> None:
+    options = rpc.ZmqRpcBackendOptions()
+    assert (options.num_worker_threads, options.rpc_timeout) == (16, 60.0)
+    assert (options.init_method, options.switch_interval) == ("env://", 0.001)
+    assert (options.device_maps, options.devices) == ({}, [])
+    assert rpc.TensorPipeRpcBackendOptions is rpc.ZmqRpcBackendOptions
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=8,
+        rpc_timeout=20,
+        init_method="file:///tmp/x",
+        device_maps=None,
+        devices=None,
+        _transports=["uv"],
+        _channels=["basic"],
+    )
+    assert (options.num_worker_threads, options.rpc_timeout) == (8, 20.0)
+    assert isinstance(options, rpc.RpcBackendOptions)
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(16)  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        rpc.ZmqRpcBackendOptions(no_such_option=1)  # type: ignore[call-arg]
+
+
+def test_names_and_arguments_of_torch_1_7() -> None:
+    assert rpc.ProcessGroupRpcBackendOptions is rpc.ZmqRpcBackendOptions
+    assert rpc.BackendType.PROCESS_GROUP is rpc.BackendType.ZMQ
+    options = rpc.ProcessGroupRpcBackendOptions(
+        num_send_recv_threads=4, rpc_timeout=timedelta(seconds=20), init_method="file:///tmp/x"
+    )
+    assert (options.num_send_recv_threads, options.num_worker_threads) == (4, 4)
+    assert (options.rpc_timeout, options.init_method) == (20.0, "file:///tmp/x")
+    options.num_send_recv_threads = 32
+    options.rpc_timeout = timedelta(milliseconds=1500)
+    assert (options.num_worker_threads, options.rpc_timeout) == (32, 1.5)
+    made = rpc.backend_registry.construct_rpc_backend_options(
+        rpc.BackendType.PROCESS_GROUP,
+        rpc_timeout=timedelta(minutes=1),
+        num_send_recv_threads=2,
+        init_method="file:///tmp/x",
+    )
+    assert (made.num_worker_threads, made.rpc_timeout) == (2, 60.0)
+    made.init_method = made.init_method + "y"
+    assert made.init_method == "file:///tmp/xy"
+    with pytest.raises(rpc.OptionError, match="must be positive, got 0"):
+        rpc.ProcessGroupRpcBackendOptions(num_send_recv_threads=0)
+
+
+def test_a_timedelta_is_a_time_as_its_seconds_are() -> None:
+    options = rpc.ZmqRpcBackendOptions(
+        rpc_timeout=timedelta.max,
+        init_timeout=timedelta(minutes=2),
+        heartbeat_timeout=timedelta(seconds=3),
+        warn_after=timedelta(0),
+    )
+    assert (options.rpc_timeout, options.init_timeout) == (1e9, 120.0)
+    assert (options.heartbeat_timeout, options.warn_after) == (3.0, 0.0)
+    with pytest.raises(rpc.OptionError, match="RPC Timeout must be non-negative"):
+        rpc.ZmqRpcBackendOptions(rpc_timeout=timedelta(seconds=-1))
+
+
+def test_values_out_of_range() -> None:
+    infinite = (float("nan"), float("inf"))
+    wrong: dict[str, tuple[Any, ...]] = {
+        "num_worker_threads": (0, -1),
+        "rpc_timeout": (-1, *infinite),
+        "init_timeout": (-1,),
+        "switch_interval": (-0.001, *infinite),
+        "transport": ("carrier pigeon",),
+        "port_range": ("", "20000-", "20100-20000", "20000-65536"),
+        "max_bytes_in_flight": (-1, -(1 << 30)),
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        for kind in (ValueError, RuntimeError):  # torch's are RuntimeErrors
+            with pytest.raises(kind, match=name):
+                rpc.ZmqRpcBackendOptions(**{name: value})
+    with pytest.raises(rpc.OptionError, match="num_worker_threads must be positive, got 0"):
+        rpc.TensorPipeRpcBackendOptions(num_worker_threads=0)  # torch's text
+    for name in ("num_worker_threads", "rpc_timeout"):
+        with pytest.raises(ValueError, match=name):
+            setattr(rpc.ZmqRpcBackendOptions(), name, -1)
+
+
+def test_values_of_other_types() -> None:
+    wrong: dict[str, tuple[Any, ...]] = {
+        "num_worker_threads": (2.5, "4", True),
+        "rpc_timeout": (None, "3"),
+        "init_timeout": ("3",),
+        "heartbeat_timeout": (None,),
+        "warn_after": ("soon",),
+        "init_method": (None, b"env://"),
+        "port_range": (20000,),
+    }
+    for name, value in [(name, value) for name, values in wrong.items() for value in values]:
+        found = f"{name} must be an? .* but got {value!r} of type {type(value).__name__}"
+        with pytest.raises(TypeError, match=found):
+            rpc.ZmqRpcBackendOptions(**{name: value})
+    with pytest.raises(TypeError, match="init_method must be a URL"):
+        rpc.ZmqRpcBackendOptions().init_method = None  # type: ignore[assignment]
+
+
+_EVER = 1e12
+_LONG = dict.fromkeys(("rpc_timeout", "init_timeout", "heartbeat_timeout", "warn_after"), _EVER)
+
+
+@pytest.mark.zrpc(options=_LONG)
+def test_as_long_as_can_be(caller: Mesh) -> None:
+    """Longer than the system's clocks have for a wait."""
+    assert rpc.get_rpc_timeout() == 1e9
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    assert rpc.rpc_sync(1, max, (1, 2), timeout=_EVER) == 2
+    assert rpc.rpc_async(1, max, (1, 2), timeout=_EVER).wait() == 2
+    for owner in (0, 1):
+        rref = rpc.remote(owner, time.sleep, (0.01,), timeout=_EVER)
+        assert rref.to_here(timeout=_EVER) is None
+    with Watched() as watched:
+        pending = rpc.rpc_async(1, wait_for_its_end, (watched,), timeout=0)
+        watched.await_entry()
+        pending.cancel()
+        assert watched.await_end() == [True]
+
+
+def wait_for_its_end(watched: Watched) -> None:
+    watched.entered.release()
+    watched.tell(rpc.current_call().wait_cancelled(1e300))
+
+
+def test_devices_may_be_numbers_also_on_a_machine_without_any() -> None:
+    accelerator = torch.accelerator.current_accelerator() or torch.device("cuda")
+    zero, one = (torch.device(accelerator.type, i) for i in (0, 1))
+    options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {0: 1}}, devices=[0])
+    assert (options.device_maps, options.devices) == ({"w1": {zero: one}}, [zero])
+    # Those without an index are the first of their type.
+    options = rpc.ZmqRpcBackendOptions(device_maps={"*": {"mps": "cuda", "cpu:0": "cpu"}})
+    cpu, first = torch.device("cpu"), [torch.device(kind, 0) for kind in ("mps", "cuda")]
+    assert options.device_maps == {"*": {first[0]: first[1], cpu: cpu}}
+
+
+def test_device_maps() -> None:
+    zero, one, three = (torch.device("cuda", i) for i in (0, 1, 3))
+    options = rpc.ZmqRpcBackendOptions(device_maps={"w1": {"cuda:0": "cuda:1"}})
+    options.set_device_map("w1", {"cuda:1": zero})
+    options.set_device_map("w2", {zero: "cuda:3"})
+    assert options.device_maps == {"w1": {zero: one, one: zero}, "w2": {zero: three}}
+    with pytest.raises(ValueError, match="`device_map` only supports 1-to-1 mapping, trying"):
+        options.set_device_map("w1", {"cuda:2": "cuda:3", "cuda:3": "cuda:3"})
+    with pytest.raises(ValueError, match="`set_device_map` only supports 1-to-1 mapping, trying"):
+        options.set_device_map("w1", {"cuda:0": "cuda:2"})
+    assert options.device_maps["w1"] == {zero: one, one: zero}
+    options.device_maps = {"w1": {"cuda:1": "cuda:3"}}  # torch's can be set as well
+    assert options.device_maps == {"w1": {one: three}}
+    options.set_devices([zero, "cuda:1"])
+    assert options.devices == [zero, one]
+    options.devices = ["cuda:3"]
+    assert options.devices == [three]
+    with pytest.raises(
+        ValueError, match="`set_devices` expect a list of devices such as GPUs, but"
+    ):
+        options.set_devices(["cpu"])

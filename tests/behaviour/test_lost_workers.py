@@ -6,27 +6,23 @@ import errno
 import os
 import re
 import signal
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import zmq
 
 import zrpc as rpc
-from tests.support.agents import join_all
-from tests.support.gates import Gate
-from tests.support.observed import answers_heartbeats, stats_of
+from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.settled import caught
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from zrpc.agent.service import Service
-from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh, faults
-from zrpc.wire.member_id import MemberId
 
 MakeMesh = Callable[..., Mesh]
 
@@ -213,10 +209,8 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
         return [rpc.rpc_sync(to, max, (1, 2)) for to in range(3)]
 
     assert mesh.run_all(call_all) == [[2] * 3] * 3
-    stopped = [faults.pause(mesh, rank) for rank in range(3)]
-    time.sleep(1.0)
-    for fault in stopped:
-        fault.end()
+    with faults.pause(mesh, 0), faults.pause(mesh, 1), faults.pause(mesh, 2):
+        time.sleep(1.0)
     assert mesh.run_all(call_all) == [[2] * 3] * 3
     time.sleep(0.8)  # what was noticed late would be believed by now
     assert mesh.run_all(call_all) == [[2] * 3] * 3
@@ -224,9 +218,7 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
-def test_a_worker_without_heartbeats_is_not_taken_for_silent(
-    mesh: Mesh, monkeypatch: Any, caplog: Any
-) -> None:
+def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplog: Any) -> None:
     agent = mesh.agent(0)
     tried = threading.Semaphore(0)
 
@@ -242,95 +234,34 @@ def test_a_worker_without_heartbeats_is_not_taken_for_silent(
     assert "WorkerInfo(id=1, name=worker1) can't be asked for heartbeats" in caplog.text
 
 
-# -- what a flood of calls to the dead leaves behind ------------------------------------------
-
-
-def test_nothing_is_queued_for_a_worker_that_is_gone(mesh: Mesh) -> None:
-    mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
-    network = mesh.agent(0).network
-    assert network.knows(1)
-    mesh.run(1, rpc.shutdown, graceful=False)
-    for _ in range(100):
-        with pytest.raises(rpc.WorkerDied):
-            mesh.run(0, rpc.rpc_sync, 1, echo, (1,))
-    until(lambda: not network.knows(1))
-
-
-@pytest.mark.zrpc(workers=3)
-def test_what_a_worker_held_is_freed_when_it_is_gone(mesh: Mesh) -> None:
-    with mesh.agent(2).as_current():
-        rref = rpc.remote(1, list)
-        assert rref.to_here() == []
-    assert stats_of(mesh, 1).rrefs_owned == 1
-    mesh.run(2, rpc.shutdown, graceful=False)
-    until(lambda: not stats_of(mesh, 1).rrefs_owned, "the value is freed")
-
-
 # -- hooks -----------------------------------------------------------------------------------
-
-
-class FailsForWorker1(Service):
-    def on_member_lost(self, member: MemberId) -> None:
-        if member == 1:
-            raise RuntimeError("dictionary changed size during iteration")
-
-
-def test_an_error_about_one_loss_leaves_no_other_unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers are found lost at once, as if their host were gone."""
-    agents = join_all(
-        *((f"worker{rank}", rank, 3) for rank in range(3)), services=[FailsForWorker1]
-    )
-    liveness = agents[0].liveness
-
-    def lose_both(_: bool) -> list[Any]:
-        monkeypatch.undo()
-        return [liveness.leave(MemberId(rank), Reason.ENDED, 0, "") for rank in (1, 2)]
-
-    with Gate() as gate, agents[0].as_current():
-        waiting = rpc.rpc_async(2, gate.wait_inside, timeout=0)
-        gate.await_entry()
-        monkeypatch.setattr(liveness, "tick", lose_both)
-        until(waiting.done, "it is known that the callee is gone")
-        with pytest.raises(rpc.WorkerDied):
-            waiting.wait()
-    for agent in agents:
-        agent.close()
-
-
-@pytest.mark.zrpc(workers=3)
-def test_hooks_are_called_for_present_workers(mesh: Mesh) -> None:
-    names: list[str] = []
-    with mesh.agent(1).as_current():
-        handle = rpc.on_worker_joined(lambda worker: names.append(worker.name))
-        until(lambda: "worker2" in names, lambda: str(names))
-        handle.remove()
-    assert names == ["worker0", "worker2"]
 
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
-def test_hooks_are_called_for_lost_workers(mesh: Mesh, caplog: Any) -> None:
+def test_hooks_are_called_for_present_and_for_lost_workers(caller: Mesh, caplog: Any) -> None:
+    names: list[str] = []
     told: list[tuple[str, int, str]] = []
 
     def call_another(worker: rpc.WorkerInfo) -> None:
         # It may make calls, since it runs in no thread that receives.
         told.append((worker.name, rpc.rpc_sync(2, echo, (7,)), threading.current_thread().name))
 
-    names: list[str] = []
-    with mesh.agent(0).as_current():
-        rpc.on_worker_lost(lambda worker: names.append(worker.name)).remove()
-        rpc.on_worker_lost(lambda worker: 1 / 0)
-        rpc.on_worker_lost(call_another)
-        mesh.run(1, rpc.shutdown, graceful=False)
-        late: list[str] = []
-        until(lambda: told)
-        # Those that come later are told as well.
-        rpc.on_worker_lost(lambda worker: late.append(worker.name))
-        until(lambda: "worker1" in late, lambda: str(late))
+    rpc.on_worker_joined(lambda worker: names.append(worker.name))
+    until(lambda: names == ["worker1", "worker2"], lambda: str(names))
+    rpc.on_worker_lost(lambda worker: names.append(worker.name)).remove()
+    rpc.on_worker_lost(lambda worker: 1 / 0)
+    rpc.on_worker_lost(call_another)
+    caller.run(1, rpc.shutdown, graceful=False)
+    until(lambda: told)
+    # Those that come later are told as well.
+    late: list[str] = []
+    rpc.on_worker_lost(lambda worker: late.append(worker.name))
+    until(lambda: late == ["worker1"], lambda: str(late))
     ((name, value, thread),) = told
     assert (name, value) == ("worker1", 7)
     assert "-io" not in thread
-    assert names == []
+    assert names == ["worker1", "worker2"]
     assert sum("ZeroDivisionError" in (r.exc_text or "") for r in caplog.records) == 1
 
 
@@ -344,3 +275,78 @@ def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
                 rpc.on_worker_lost(lambda worker: names.append(worker.name))
         mesh.run_all(rpc.shutdown)
     assert names == []
+
+
+# -- two workers of which only one can connect to the other, as behind a firewall ----------------
+
+
+def tcp(heartbeat_timeout: float = 1.5) -> pytest.MarkDecorator:
+    options = {"transport": "tcp", "heartbeat_timeout": heartbeat_timeout}
+    return pytest.mark.zrpc(workers=3, timeout=60, options=options)
+
+
+@pytest.fixture
+def unreachable() -> Iterator[str]:
+    """An address at which connections are neither accepted nor refused."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(0)
+        address = listener.getsockname()
+        fillers = [socket.socket() for _ in range(3)]
+        for filler in fillers:
+            filler.setblocking(False)
+            filler.connect_ex(address)
+        yield f"tcp://127.0.0.1:{address[1]}"
+        for filler in fillers:
+            filler.close()
+
+
+@pytest.fixture
+def one_way(mesh: Mesh, unreachable: str) -> str:
+    """Worker 1 can't connect to worker 0, which can connect to worker 1; returns the address."""
+    network = mesh.agent(1).network
+    network.connect([unreachable, *(network.endpoint(rank) for rank in (1, 2))])
+    return unreachable
+
+
+@pytest.mark.system
+@tcp()
+@pytest.mark.parametrize("caller", [0, 1])
+def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: int) -> None:
+    """That of worker 0 arrives, and its answer does not."""
+    errors = {0: rf"worker1 \(rank 1\) is gone: it could not connect .*has tried {one_way}"}
+    errors[1] = f"no connection to it at {one_way} could be made"
+    call = mesh.submit(caller, rpc.rpc_sync, 1 - caller, echo, (1,), timeout=0)
+    with pytest.raises(rpc.WorkerDied, match=errors[caller]):
+        call.result(SOON)
+    with pytest.raises(rpc.WorkerDied, match=errors[1 - caller]):
+        mesh.run(1 - caller, rpc.rpc_sync, caller, echo, (1,), timeout=0)
+    assert mesh.run(0, rpc.rpc_sync, 2, echo, (1,)) == 1
+
+
+@pytest.mark.system
+@tcp(10)
+def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
+    own = mesh.agent(0).network.tcp_endpoint
+    with pytest.raises(rpc.RpcTimeoutError, match=f"not connected to this worker at {own} so far"):
+        mesh.run(0, rpc.rpc_sync, 1, echo, (1,), timeout=1.0)
+    text = f"no connection to it at {one_way} has been made so far"
+    with pytest.raises(rpc.RpcTimeoutError, match=text):
+        mesh.run(1, rpc.rpc_sync, 0, echo, (1,), timeout=1.0)
+    # The next tests see that a shutdown of all ends: here it would wait for the lost connection.
+    mesh.shutdown(graceful=False)
+
+
+@pytest.mark.system
+@tcp()
+@pytest.mark.usefixtures("one_way")
+@pytest.mark.parametrize("calls", [0, 1])
+def test_the_shutdown_of_all_ends(mesh: Mesh, calls: int) -> None:
+    with mesh.agent(0).as_current():
+        pending = [rpc.rpc_async(1, echo, (1,), timeout=0) for _ in range(calls)]
+    until(lambda: mesh.agent(1).dispatcher.received.get(0, 0) >= calls)
+    for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
+        future.result(SOON)
+    for call in pending:
+        with pytest.raises(rpc.WorkerDied):
+            call.wait()

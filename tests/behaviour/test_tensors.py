@@ -1,19 +1,27 @@
-"""Tensors of every dtype, shape and kind: what arrives."""
+"""Tensors and arrays: what arrives, how many bytes travel, and who shares memory with whom."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
-from tests.support.travel import LARGE, SMALL, assert_same, back, bits
+from tests.support.targets import echo
+from tests.support.travel import LARGE, OVERHEAD_BYTES, SMALL, assert_same, back, bits, travel
+from tests.support.ways import WAYS
 from zrpc.testing import Mesh
+
+SIZES = pytest.mark.parametrize("size", [SMALL, LARGE])
 
 
 def _can_be_made(dtype: torch.dtype) -> bool:
@@ -36,12 +44,8 @@ def of_dtype(dtype: torch.dtype, count: int) -> torch.Tensor:
     return tensor
 
 
-# -- dtypes ----------------------------------------------------------------------------------
-
-
 @pytest.mark.system
 def test_dtypes(shared: Mesh) -> None:
-    assert {torch.float32, torch.bfloat16, torch.complex32, torch.bool, torch.uint16} <= set(DTYPES)
     assert len(DTYPES) > 20
     for dtype in DTYPES:
         for count in (SMALL, LARGE):
@@ -63,18 +67,21 @@ def test_quantized(shared: Mesh) -> None:
             assert torch.equal(received.int_repr(), sent.int_repr())
 
 
-# -- shapes and strides ------------------------------------------------------------------------
-
-
-VIEWS: list[Callable[[int], torch.Tensor]] = [
+# Views that keep their strides, and others.
+DENSE: list[Callable[[int], torch.Tensor]] = [
     lambda n: torch.randn(n, n),
     lambda n: torch.randn(n, n).t(),
+    lambda n: torch.randn(n, n, 2).permute(2, 0, 1),
+    lambda n: torch.randn(n, 1).expand(n, n),
+    lambda n: torch.randn(3).expand(n, 3),
+    lambda n: torch.randn(2, 3, n, n).to(memory_format=torch.channels_last),
+]
+VIEWS: list[Callable[[int], torch.Tensor]] = [
+    *DENSE,
     lambda n: torch.randn(n, n)[:, 0],
     lambda n: torch.randn(n, n)[::2, ::2],
-    lambda n: torch.randn(n, 1).expand(n, n),
     lambda n: torch.randn(2 * n).unfold(0, n, 1),
     lambda n: torch.randn(2 * n).as_strided((n, 3), (1, 1), 2),
-    lambda n: torch.randn(2, 3, n, n).to(memory_format=torch.channels_last),
     lambda n: torch.randn(n, n, dtype=torch.complex64).conj(),
     lambda n: torch.randn(n, n, dtype=torch.complex128).conj().imag,
     lambda n: torch.randn(n, n, dtype=torch.complex64).imag[1:],
@@ -93,124 +100,101 @@ def test_views(shared: Mesh) -> None:
             assert_same(received, sent)
             assert received.is_conj() == sent.is_conj()
             assert received.is_neg() == sent.is_neg()
+            assert make not in DENSE or received.stride() == sent.stride()
 
 
-def test_strides_survive(shared: Mesh) -> None:
-    for sent in (
-        torch.randn(3, 5).t(),
-        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
-        torch.randn(2, 3, 4).permute(2, 0, 1),
-        torch.randn(5, 1).expand(5, 7),
-        torch.randn(3).expand(4, 3),
-    ):
-        assert back(sent).stride() == sent.stride()
+# -- gradients and attributes --------------------------------------------------------------------
 
 
-# -- gradients -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [SMALL, LARGE])
-class TestGradients:
-    def test_a_view_of_a_leaf(self, shared: Mesh, size: int) -> None:
-        sent = torch.zeros(2, size, requires_grad=True)
-        one, two = back([sent[0], sent[1]])
-        assert one.requires_grad
-        assert two.requires_grad
-        (one.sum() + two.sum()).backward()
-        assert one.grad.sum() == size
-
-    def test_a_result_of_inputs_with_gradients(self, shared: Mesh, size: int) -> None:
-        received = rpc.rpc_sync(1, torch.mul, (torch.ones(size, requires_grad=True), 2))
-        assert received.requires_grad
-        assert received.is_leaf
-        assert received.sum() == 2 * size
-
-    @pytest.mark.parametrize("requires_grad", [True, False])
-    def test_attributes_of_a_parameter(self, shared: Mesh, size: int, requires_grad: bool) -> None:
-        sent = torch.nn.Parameter(torch.ones(size), requires_grad=requires_grad)
-        sent.tag, sent.twin, sent.scale = "x", sent, torch.ones(2)  # type: ignore[attr-defined]
-        received, again = back([sent, sent])
-        assert type(received) is torch.nn.Parameter
-        assert received is again
-        assert received.twin is received
-        assert received.tag == "x"
-        assert torch.equal(received.scale, torch.ones(2))
-        assert torch.equal(received, sent)
-        assert received.requires_grad is requires_grad
-
-    def test_attributes_of_a_tensor(self, shared: Mesh, size: int) -> None:
-        sent = torch.ones(size)
-        sent.tag, sent.twin = "x", sent  # type: ignore[attr-defined]
-        received, again, view = back([sent, sent, sent[:1]])
-        assert received.twin is received is again
-        assert received.tag == "x"
-        assert vars(view) == {}
-        assert torch.equal(received, sent)
-
-    def test_an_attribute_that_can_not_be_pickled_is_left_out(
-        self, shared: Mesh, size: int
-    ) -> None:
-        sent = torch.nn.Parameter(torch.ones(size))
-        sent.lock, sent.tag = threading.Lock(), "x"  # type: ignore[attr-defined]
-        sent.owner = torch.nn.ParameterList([sent])  # type: ignore[attr-defined]
-        with pytest.warns(UserWarning, match="attribute 'lock' of a tensor is not sent") as warned:
-            received = rpc.rpc_sync(1, attributes_of, (sent, 1))
-        assert received == ["owner", "tag"]
-        assert len(warned) == 1
-
-
-def attributes_of(tensor: torch.Tensor, _: object = None) -> list[str]:
-    return sorted(vars(tensor))
-
-
-def tagged(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    tensor = make()
-    tensor.tag = "x"  # type: ignore[attr-defined]
-    return tensor
+@SIZES
+def test_gradients_are_required_where_they_were(shared: Mesh, size: int) -> None:
+    sent = torch.zeros(2, size, requires_grad=True)
+    one, two = back([sent[0], sent[1]])
+    assert one.requires_grad
+    assert two.requires_grad
+    (one.sum() + two.sum()).backward()
+    assert one.grad.sum() == size
+    assert rpc.rpc_sync(1, torch.mul, (sent, 2)).is_leaf
 
 
 KINDS: list[Callable[[], torch.Tensor]] = [
-    lambda: torch.ones(2),
+    lambda: torch.ones(SMALL),
+    lambda: torch.ones(LARGE),
     lambda: torch.ones(0),
     lambda: torch.tensor(1.0),
     lambda: torch.ones(2, requires_grad=True),
     lambda: torch.nn.Parameter(torch.ones(2)),
+    lambda: torch.nn.Parameter(torch.ones(LARGE), requires_grad=False),
     lambda: torch.ones(2, 3).t(),
     lambda: torch.ones(2, device="meta"),
     lambda: torch.eye(2).to_sparse(),
     lambda: torch.nn.Parameter(torch.eye(2).to_sparse()),
+    lambda: torch.nn.Parameter(torch.eye(2).to_sparse(), requires_grad=False),
     lambda: torch.eye(2).to_sparse_csr(),
     lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
-    lambda: torch.nested.nested_tensor([torch.ones(2)]),
 ]
 
 
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def subclass() -> torch.Tensor:
+    return torch.ones(3).as_subclass(Subclass)
+
+
+def tagged(make: Callable[[], torch.Tensor]) -> Any:
+    tensor: Any = make()
+    tensor.tag = "x"
+    return tensor
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("in_context", [False, True])
 def test_attributes_of_tensors_of_all_kinds(shared: Mesh, in_context: bool) -> None:
-    for make in KINDS:
+    for make in [*KINDS, nested, subclass]:
         with dist_autograd.context() if in_context else contextlib.nullcontext():
             assert rpc.rpc_sync(1, attributes_of, (tagged(make),)) == ["tag"]
             assert vars(rpc.rpc_sync(1, tagged, (make,))) == {"tag": "x"}
             assert vars(rpc.remote(1, tagged, (make,)).to_here()) == {"tag": "x"}
 
 
-# -- sparse ----------------------------------------------------------------------------------
+def attributes_of(tensor: torch.Tensor, _: object = None) -> list[str]:
+    return sorted(vars(tensor))
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_sparse_parameter(shared: Mesh, requires_grad: bool) -> None:
-    sent = torch.nn.Parameter(torch.eye(4).to_sparse(), requires_grad=requires_grad)
-    sent.tag = "x"  # type: ignore[attr-defined]
-    received = back(sent)
-    assert type(received) is torch.nn.Parameter
-    assert received.layout is torch.sparse_coo
-    assert received.requires_grad is requires_grad
-    assert received.tag == "x"  # type: ignore[attr-defined]
-    assert torch.equal(received.to_dense(), torch.eye(4))
+def test_tensors_of_all_kinds_arrive_once_and_equal_with_what_they_refer_to(shared: Mesh) -> None:
+    for make in KINDS:
+        sent = tagged(make)
+        sent.twin, sent.scale = sent, torch.ones(2)
+        received, again = back([sent, sent])
+        assert received is again is received.twin
+        assert (type(received), received.layout) == (type(sent), sent.layout)
+        assert received.requires_grad is sent.requires_grad
+        assert torch.equal(received.scale, torch.ones(2))
+        if not (sent.is_meta or sent.is_quantized):
+            assert torch.equal(*(each.detach().to_dense() for each in (received, sent)))
+    assert vars(back([tagged(KINDS[0])[:1]])[0]) == {}  # a view
+    assert type(back(subclass())) is Subclass
+    assert [t.tolist() for t in back(nested()).unbind()] == [[1, 1], [1, 1, 1]]
+
+
+@SIZES
+def test_an_attribute_that_can_not_be_pickled_is_left_out(shared: Mesh, size: int) -> None:
+    sent: Any = torch.nn.Parameter(torch.ones(size))
+    sent.lock, sent.tag = threading.Lock(), "x"
+    sent.owner = torch.nn.ParameterList([sent])
+    with pytest.warns(UserWarning, match="attribute 'lock' of a tensor is not sent") as warned:
+        received = rpc.rpc_sync(1, attributes_of, (sent, 1))
+    assert received == ["owner", "tag"]
+    assert len(warned) == 1
 
 
 _DENSE = torch.arange(36.0).reshape(6, 6) * (torch.arange(36).reshape(6, 6) % 5 == 0)
-
 
 SPARSE: list[Callable[[], torch.Tensor]] = [
     lambda: _DENSE.to_sparse(),
@@ -236,31 +220,232 @@ def test_sparse(shared: Mesh, requires_grad: bool) -> None:
         if sent.layout is torch.sparse_coo:
             assert received.is_coalesced() == sent.is_coalesced()
             assert received.sparse_dim() == sent.sparse_dim()
-            assert len(received.detach().coalesce().values()) == len(
-                sent.detach().coalesce().values()
-            )
+            values = [each.detach().coalesce().values() for each in (received, sent)]
+            assert len(values[0]) == len(values[1])
         torch.testing.assert_close(received.detach().to_dense(), sent.detach().to_dense())
 
 
-# -- other kinds -----------------------------------------------------------------------------
+# -- containers and arrays -----------------------------------------------------------------------
 
 
-class Tagged(torch.Tensor):
-    """A subclass, with an attribute."""
+class Point(NamedTuple):
+    x: torch.Tensor
+    label: str = "p"
 
 
-def test_tensor_subclass(shared: Mesh) -> None:
-    sent = torch.ones(3).as_subclass(Tagged)
-    sent.tag = "mine"  # type: ignore[attr-defined]
-    received = back(sent)
-    assert type(received) is Tagged
-    assert received.tag == "mine"
-    assert received.sum() == 3
+@dataclass
+class Sample:
+    x: torch.Tensor
+    more: dict[str, list[torch.Tensor]] = field(default_factory=dict)
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_nested_tensor(shared: Mesh) -> None:
-    sent = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    received = back(sent)
-    assert received.is_nested
-    assert [t.tolist() for t in received.unbind()] == [t.tolist() for t in sent.unbind()]
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    x: torch.Tensor
+
+
+@SIZES
+def test_containers(shared: Mesh, size: int) -> None:
+    ones = torch.ones(size)
+    point, sample, frozen = back([Point(ones), Sample(ones, {"a": [ones] * 2}), Frozen(ones)])
+    assert [type(each) for each in (point, sample, frozen)] == [Point, Sample, Frozen]
+    assert point.label == "p"
+    for each in (point.x, sample.x, sample.more["a"][1], frozen.x):
+        assert each is point.x
+    assert point.x.sum() == size
+    received = rpc.rpc_sync(1, torch.max, (torch.ones(2, size), 0))
+    assert received.values.sum() == size
+    assert type(received) is torch.return_types.max
+    received = back({i: torch.full((size // 10,), float(i)) for i in range(300)})
+    assert [received[i][0].item() for i in range(300)] == list(range(300))
+
+
+ARRAYS: list[Any] = [
+    np.arange(SMALL),
+    np.arange(LARGE),
+    np.arange(LARGE).reshape(100, -1).T,
+    np.asfortranarray(np.arange(LARGE).reshape(100, -1)),
+    np.arange(LARGE)[::3],
+    np.float32(1.5),
+    np.array(5),
+    np.empty((0, 3)),
+    np.array(["a", "bc"] * LARGE),
+    np.array([1, "a", None], dtype=object),
+    np.array([(1, 2.0)] * LARGE, dtype=[("a", "i4"), ("b", "f8")]),
+    np.array(["2020-01-01"], dtype="datetime64[D]"),
+    np.arange(LARGE).astype(">i4"),
+    np.ma.masked_array([1, 2], [True, False]),
+    *(np.frombuffer(bytes(8 * size)) for size in (SMALL, LARGE)),  # can't be written to
+]
+
+
+def test_arrays(shared: Mesh) -> None:
+    for sent in ARRAYS:
+        received = back(sent)
+        assert type(received) is type(sent)
+        assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
+        assert received.flags.writeable == sent.flags.writeable
+        np.testing.assert_array_equal(received, sent)
+
+
+# -- how many bytes travel -----------------------------------------------------------------------
+
+
+def big() -> torch.Tensor:
+    return torch.zeros(1000, 1000)
+
+
+SENT: list[tuple[Callable[[], Any], int]] = [
+    (lambda: big()[0], 1000),
+    (lambda: big()[0, 0], 1),
+    (lambda: big()[::10, ::10], 10_000),
+    (lambda: big().diagonal(), 1000),
+    (lambda: big()[0:0], 0),
+    (lambda: torch.zeros(1).expand(1000, 1000), 1),
+    (lambda: torch.zeros(2000).unfold(0, 1000, 1), 2000),
+    (lambda: torch.nn.Parameter(big()[0]), 1000),
+    (lambda: torch.zeros(1000, 1000, dtype=torch.complex64).real[0], 1000),
+    (lambda: torch.eye(1000).to_sparse(), 1000 * 5),
+    (lambda: torch.eye(1000).to_sparse_csr(), 1000 * 5),
+    (lambda: [big()[0], big()[0]], 2000),
+    (lambda: [(tensor := big())[0], tensor[-1]], 2000),  # not what lies between
+    (lambda: [big()] * 10, 1_000_000),
+    (lambda: [tensor := big(), tensor.t(), tensor[5], tensor.view(-1)], 1_000_000),
+    (lambda: np.zeros((1000, 1000))[0], 2000),
+]
+
+
+def test_only_the_elements_of_a_view_travel_and_a_shared_storage_once(shared: Mesh) -> None:
+    for make, elements in SENT:
+        assert travel(make()) <= 4 * elements + OVERHEAD_BYTES
+    for size in (SMALL, LARGE):
+        assert back(torch.zeros(3, size)[1]).untyped_storage().nbytes() <= size * 4 + 16
+
+
+@SIZES
+def test_tensors_that_share_memory_share_it_on_arrival(shared: Mesh, size: int) -> None:
+    tensor = torch.zeros(2, size)
+    whole, row, turned, flat = back([tensor, tensor[1], tensor.t(), tensor.view(-1)])
+    row.fill_(1)
+    assert whole.sum() == turned.sum() == flat.sum() == size
+    whole.fill_(2)
+    assert row.sum() == 2 * size
+    tensor = torch.zeros(size, dtype=torch.complex64)
+    whole, real, integers, storage = back(
+        [tensor, tensor.real, tensor.view(torch.int32), tensor.untyped_storage()]
+    )
+    real.fill_(1)
+    assert whole.sum() == size
+    assert integers.count_nonzero() == size
+    assert storage.nbytes() == 8 * size
+    assert storage[2] == 128  # of the float 1.0
+    tensor = torch.zeros(size)
+    assert rpc.rpc_sync(1, shares, (tensor, [tensor[1:]]), {"z": {"a": tensor}})
+
+
+def shares(x: torch.Tensor, y: list[torch.Tensor], z: dict[str, torch.Tensor]) -> bool:
+    x.fill_(1)
+    return bool(y[0].all() and z["a"].all())
+
+
+def fill(tensor: Any) -> Any:
+    tensor[...] = 7
+    return tensor
+
+
+_kept = {(make, size): make(size) for make in (torch.zeros, np.zeros) for size in (SMALL, LARGE)}
+
+
+def kept(number: int) -> Any:
+    return list(_kept.values())[number]
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_what_either_side_writes_the_other_does_not_see(shared: Mesh, number: int) -> None:
+    make, size = list(_kept)[number]
+    for to in (0, 1):
+        mine: Any = make(size)  # type: ignore[operator]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            received = rpc.rpc_sync(to, fill, (mine,))
+        assert (received == 7).all()
+        assert (mine == 0).all()
+        received = rpc.rpc_sync(to, kept, (number,))
+        received[...] = 5
+        assert (received == 5).all()
+        assert (kept(number) == 0).all()
+        futures = []
+        for i in range(20):
+            mine[...] = i
+            futures.append(rpc.rpc_async(to, echo, (mine,)))
+        mine[...] = -1  # after the calls
+        for i, future in enumerate(futures):
+            assert (future.wait() == i).all()
+
+
+# -- modes of the receiver -----------------------------------------------------------------------
+
+
+class Doubled:
+    """A value that torch computes on where it arrives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Doubled._receive, (self.tensor,)
+
+    @classmethod
+    def _receive(cls, tensor: torch.Tensor) -> Doubled:
+        return cls(tensor * 2)
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("x",)
+
+
+@contextlib.contextmanager
+def inference_mode_with_grad() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, inference_mode_with_grad])
+@SIZES
+def test_what_arrives_does_not_depend_on_modes(shared: Mesh, mode: Any, size: int) -> None:
+    sent = torch.ones(size, requires_grad=True)
+    value = sent.detach(), sent, Doubled(sent), (sent[::2], torch.ones(3).to_sparse())
+    for call in WAYS:
+        with mode():
+            before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            plain, leaf, doubled, (values, coo) = call(1, echo, value)
+            with pytest.raises(rpc.SerializationError):
+                call(1, Unreadable)
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+        for tensor in (plain, leaf, doubled.tensor, values, coo):
+            assert not tensor.is_inference()
+        assert not plain.requires_grad
+        assert leaf.is_leaf
+        assert leaf.requires_grad
+        assert doubled.tensor.requires_grad
+        weight = torch.ones(size, requires_grad=True)
+        (plain * weight).sum().backward()  # which keeps what has arrived
+        assert weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_arrives_does_not_depend_on_default_device_and_dtype(shared: Mesh) -> None:
+    dense = torch.eye(3)
+    layouts = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()]
+    sent = [dense, torch.nn.Parameter(dense), dense.t()[:2], torch.ones(LARGE), *layouts]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            received = back(sent)
+    finally:
+        torch.set_default_dtype(dtype)
+    for tensor, was in zip(received, sent, strict=True):
+        assert (tensor.device, tensor.dtype) == (was.device, was.dtype)
+        assert torch.equal(tensor.to_dense(), was.to_dense())

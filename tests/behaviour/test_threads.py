@@ -1,9 +1,8 @@
-"""Calls from many threads, and what each gets back."""
+"""Calls from many threads, and handlers that call and wait, at any depth and with few threads."""
 
 from __future__ import annotations
 
 import operator
-import random
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,80 +12,100 @@ import pytest
 import torch
 
 import zrpc as rpc
-from tests.support.targets import echo, fail
+from tests.support.settled import result_within
+from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
-from tests.support.ways import WAYS
+from tests.support.ways import by_async, by_remote
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
 
-def in_threads(mesh: Mesh, count: int, work: Callable[[int], None], *ranks: int) -> None:
-    """Runs ``work(i)`` in that many threads of each worker at once; raises what they raise."""
-    workers = ranks or (0,)
-    start = threading.Barrier(count * len(workers))
-
-    def run(rank: int, number: int) -> None:
-        with mesh.agent(rank).as_current():
-            start.wait(SOON)
-            work(number)
-
-    calls = [partial(run, rank, number) for rank in workers for number in range(count)]
-    for error in start_all(calls, 2 * SOON)():
-        if error is not None:
-            raise error
+def other() -> int:
+    return 1 - rpc.get_worker_info().id
 
 
-def test_the_first_calls_of_a_mesh_from_many_threads(mesh: Mesh) -> None:
-    """They all open the one mailbox."""
-    in_threads(mesh, 16, lambda i: _is(rpc.rpc_sync(1, echo, (i,)), i))
+# Each calls a function on the other worker, and waits for its value, which is a number.
+HOPS: dict[str, Callable[..., int]] = {
+    "sync": rpc.rpc_sync,
+    "async": by_async,
+    "then": lambda *call: rpc.rpc_async(*call).then(lambda f: f.wait()).wait(),
+    "remote": by_remote,
+    "self": lambda _, *call: rpc.rpc_sync(rpc.get_worker_info(), *call),
+    "wait_all": lambda *call: sum(
+        torch.futures.wait_all([rpc.rpc_async(*call), rpc.rpc_async(other(), echo, (0,))])
+    ),
+    # Waits for something of threading's, which zrpc does not notice.
+    "event": lambda *call: result_within(rpc.rpc_async(*call), SOON),
+}
 
 
-def _is(found: Any, expected: Any) -> None:
-    assert found == expected
+def recurse(depth: int, hop: str) -> int:
+    return 0 if depth == 0 else 1 + HOPS[hop](other(), recurse, (depth - 1, hop))
 
 
 @async_execution
-def later(x: Any) -> Any:
-    return rpc.rpc_async(0, echo, (x,))
-
-
-async def soon(x: Any) -> Any:
-    return await rpc.rpc_async(0, echo, (x,))
-
-
-def nested(x: Any) -> Any:
-    return rpc.rpc_sync(0, echo, (x,))
+def by_async_execution(depth: int, _: str) -> Any:
+    if depth == 0:
+        return rpc.rpc_async(other(), echo, (0,))
+    later = rpc.rpc_async(other(), by_async_execution, (depth - 1, _))
+    return later.then(lambda f: f.wait() + 1)
 
 
 @pytest.mark.system
-@pytest.mark.zrpc(workers=3, timeout=60)
-def test_calls_of_all_kinds_from_all_workers_at_once(mesh: Mesh) -> None:
-    per_thread = 60
+@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60)
+@pytest.mark.parametrize("hop", [*HOPS, "async_execution"])
+def test_recursion(caller: Mesh, hop: str) -> None:
+    """Where waits are not seen, it is still far deeper than the four running threads reach."""
+    function = recurse if hop in HOPS else by_async_execution
+    depth = 7 if hop in ("wait_all", "event") else 200
+    assert rpc.rpc_sync(1, function, (depth, hop), timeout=50) == depth
 
-    def work(i: int) -> None:
-        rng = random.Random(i)
-        outstanding: list[tuple[Any, Any]] = []
-        for n in range(per_thread):
-            to, value = rng.randrange(3), (i, n)
-            function = rng.choice([echo, later, soon, nested, lambda x: x])
-            match rng.randrange(4):
-                case 0:
-                    outstanding.append((rpc.rpc_async(to, function, (value,)), value))
-                case 1:
-                    _is(rng.choice(WAYS)(to, function, (value,)), value)
-                case 2:
-                    tensor = torch.full((rng.choice([3, 10_000]),), float(n))
-                    future = rpc.rpc_async(to, torch.add, (tensor, i))
-                    outstanding.append((future.then(lambda f: f.wait()[-1].item()), n + i))
-                case 3:
-                    with pytest.raises(KeyError) as info:
-                        rpc.rpc_sync(to, fail, (KeyError(value),))
-                    _is(info.value.args, (value,))
-        for future, value in outstanding:
-            _is(future.wait(), value)
 
-    in_threads(mesh, 4, work, 0, 1, 2)
+@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60, processes=True)
+def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
+    assert mesh.run(0, rpc.rpc_sync, 1, recurse, (200, "sync"), None, 50) == 200
+
+
+_lock = threading.Lock()
+
+
+def add_under_lock(n: int) -> int:
+    with _lock:
+        return rpc.rpc_sync(0, echo, (n,))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_handlers_that_call_while_they_hold_a_lock(caller: Mesh) -> None:
+    futures = [rpc.rpc_async(1, add_under_lock, (n,)) for n in range(30)]
+    assert torch.futures.wait_all(futures) == list(range(30))
+
+
+@pytest.mark.zrpc(options={"num_worker_threads": 2})
+def test_after_a_deep_recursion_the_threads_go(caller: Mesh) -> None:
+    before = {t.name for t in threading.enumerate()}
+    rpc.rpc_sync(1, recurse, (100, "sync"))
+    # They end once they are idle, but for as many as the pool keeps.
+    for _ in range(50):
+        rpc.rpc_sync(1, echo, (1,))
+    new = [t for t in threading.enumerate() if t.name not in before]
+    for thread in new:
+        if thread.name.startswith("zrpc-") and "worker-" in thread.name:
+            thread.join(0.02)
+    alive = [t.name for t in new if t.is_alive() and "zrpc-worker" in t.name]
+    assert len(alive) <= 10, alive
+
+
+def test_the_first_calls_of_a_mesh_from_many_threads(caller: Mesh) -> None:
+    """They all open the one mailbox."""
+    together = threading.Barrier(16)
+
+    def call(number: int) -> int:
+        with caller.agent(0).as_current():
+            together.wait(SOON)
+            return rpc.rpc_sync(1, echo, (number,))
+
+    assert start_all([partial(call, i) for i in range(16)], SOON)() == list(range(16))
 
 
 @pytest.mark.system

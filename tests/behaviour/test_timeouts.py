@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import queue
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.settled import result_within
 from tests.support.targets import echo
 from tests.support.waiting import SOON
 from tests.support.ways import by_async, by_wait_all
@@ -24,11 +27,7 @@ MESSAGE = r"RPC ran for more than set timeout \(20 ms\) and will now be marked w
 
 
 def by_value(*args: Any, **kwargs: Any) -> Any:
-    future = rpc.rpc_async(*args, **kwargs)
-    done = threading.Event()
-    future.add_done_callback(lambda f: done.set())
-    assert done.wait(SOON)
-    return future.value()
+    return result_within(rpc.rpc_async(*args, **kwargs), SOON)
 
 
 WAYS: list[Call] = [rpc.rpc_sync, by_async, by_wait_all, by_value]
@@ -52,38 +51,35 @@ def test_it_is_not_over_before_its_time(shared: Mesh, gate: Gate) -> None:
     assert time.monotonic() - begin >= 0.1
 
 
+@contextlib.contextmanager
+def opened_late() -> Iterator[Gate]:
+    """A gate that opens after the time-out of MESSAGE."""
+    with Gate() as gate:
+        opener = threading.Timer(0.05, gate.open)
+        opener.start()
+        yield gate
+        opener.join()
+
+
 @pytest.mark.system
 @pytest.mark.zrpc(options={"rpc_timeout": 0.02})
-def test_the_default_comes_from_the_options_and_a_timeout_of_the_call_goes_first(
-    caller: Mesh, gate: Gate
-) -> None:
+def test_a_timeout_of_the_call_goes_before_the_default(caller: Mesh, gate: Gate) -> None:
+    assert rpc.UNSET_RPC_TIMEOUT == -1
     assert rpc.get_rpc_timeout() == pytest.approx(0.02)
     for call in WAYS:
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            call(1, gate.wait_inside)
-        with pytest.raises(RuntimeError, match=MESSAGE):
-            call(1, gate.wait_inside, timeout=rpc.UNSET_RPC_TIMEOUT)
+        for default in ({}, {"timeout": rpc.UNSET_RPC_TIMEOUT}):
+            with pytest.raises(RuntimeError, match=MESSAGE):
+                call(1, gate.wait_inside, **default)
         for timeout in (0, 20.0, 20):
-            with Gate() as late:
-                opener = threading.Timer(0.05, late.open)  # beyond the default
-                opener.start()
+            with opened_late() as late:
                 assert call(1, late.wait_inside, ("in time",), timeout=timeout) == "in time"
-                opener.join()
-    assert rpc.UNSET_RPC_TIMEOUT == -1
-
-
-def test_set_rpc_timeout(caller: Mesh, gate: Gate) -> None:
-    assert rpc.get_rpc_timeout() == 60
-    rpc.set_rpc_timeout(0.02)
-    assert rpc.get_rpc_timeout() == pytest.approx(0.02)
-    with pytest.raises(RuntimeError, match=MESSAGE):
-        rpc.rpc_sync(1, gate.wait_inside)
-    assert rpc.rpc_sync(1, rpc.get_rpc_timeout, timeout=SOON) == 60  # each worker has its own
     rpc.set_rpc_timeout(0)
-    opener = threading.Timer(0.05, gate.open)
-    opener.start()
-    assert rpc.rpc_sync(1, gate.wait_inside, ("no timeout",)) == "no timeout"
-    opener.join()
+    with opened_late() as late:
+        assert rpc.rpc_sync(1, late.wait_inside, ("no timeout",)) == "no timeout"
+    rpc.set_rpc_timeout(timedelta(minutes=1.5))
+    assert rpc.get_rpc_timeout() == 90.0
+    # Each worker has its own.
+    assert rpc.rpc_sync(1, rpc.get_rpc_timeout, timeout=SOON) == pytest.approx(0.02)
 
 
 def test_what_is_no_timeout(shared: Mesh) -> None:
@@ -129,61 +125,43 @@ def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
         with pytest.raises(rpc.RpcTimeoutError):
             call()
     gate.open()
-    rpc.set_rpc_timeout(timedelta(minutes=1.5))
-    assert rpc.get_rpc_timeout() == 90.0
 
 
 # -- a nested call never outlives its caller ---------------------------------------------------
 
-_nested: list[Any] = []
-_nested_came = threading.Semaphore(0)
+_nested: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
 
 def nested(gate: Gate, timeout: float) -> None:
     """A call back that would wait longer than its caller does; answers when the gate opens."""
     try:
         rpc.rpc_sync(0, gate.wait_inside, timeout=timeout)
+        _nested.put(None)
     except Exception as error:
-        _nested.append(error)
-    else:
-        _nested.append(None)
-    _nested_came.release()
+        _nested.put(error)
     gate.opened.wait(SOON)
 
 
 def test_a_nested_call_ends_with_its_caller(shared: Mesh, gate: Gate) -> None:
     """Its own deadline has passed, or the caller's message, that it no longer waits, was sooner."""
     for timeout in (-1, 0, 15):
-        _nested.clear()
         for limit in (0.05, 0.5, 5.0):  # on a busy machine the handler may not begin in time
             with pytest.raises(rpc.RpcTimeoutError):
                 rpc.rpc_sync(1, nested, (gate, timeout), timeout=limit)
-            if _nested_came.acquire(timeout=2):  # well before its own timeout
+            with contextlib.suppress(queue.Empty):
+                error = _nested.get(timeout=2)  # well before its own timeout
                 break
-        assert isinstance(_nested[0], (rpc.RpcTimeoutError, rpc.RpcCancelledError))
-
-
-def test_a_shorter_timeout_of_the_nested_call_holds(shared: Mesh, gate: Gate) -> None:
-    _nested.clear()
-    future = rpc.rpc_async(1, nested, (gate, 0.02), timeout=15)
-    assert _nested_came.acquire(timeout=10)
-    gate.open()
-    future.wait()
-    assert "(20 ms)" in str(_nested[0])
+        assert isinstance(error, (rpc.RpcTimeoutError, rpc.RpcCancelledError))
 
 
 @pytest.mark.system
-def test_the_next_handler_in_the_thread_has_no_deadline_of_the_last(
-    caller: Mesh, gate: Gate
-) -> None:
+def test_a_nested_call_may_have_a_shorter_timeout(caller: Mesh, gate: Gate) -> None:
     for _ in range(3):
         with pytest.raises(rpc.RpcTimeoutError):
-            rpc.rpc_sync(1, nested, (gate, 0), timeout=0.5)
-        assert _nested_came.acquire(timeout=10)
-    _nested.clear()
+            rpc.rpc_sync(1, nested, (gate, 0.02), timeout=0.5)
+        assert "(20 ms)" in str(_nested.get(timeout=10))
     opener = threading.Timer(0.1, gate.open)
     opener.start()
     rpc.rpc_sync(1, nested, (gate, 0), timeout=0)
     opener.join()
-    assert _nested_came.acquire(timeout=10)
-    assert _nested == [None]
+    assert _nested.get(timeout=10) is None

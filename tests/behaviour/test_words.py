@@ -1,14 +1,21 @@
-"""What objects say of themselves, and what they say to a program that uses them as in Ray."""
+"""What objects and errors say: what they are, whose call it was, and what can be done."""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import pickle
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-import zrpc
-from tests.support.waiting import until
+import zrpc as rpc
+from tests.support.gates import Gate
+from tests.support.targets import echo
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
+from tests.support.ways import WAYS
 from zrpc.testing import Mesh
 
 
@@ -19,14 +26,14 @@ class Table:
         return row
 
 
-@zrpc.actor
+@rpc.actor
 class Counter:
     def add(self, number: int) -> int:
         return number
 
 
-def own_rrefs(rref: zrpc.RRef[Table]) -> list[str]:
-    return [repr(rref), repr(zrpc.RRef(3)), str(zrpc.RRef(3))[:9]]
+def own_rrefs(rref: rpc.RRef[Table]) -> list[str]:
+    return [repr(rref), repr(rpc.RRef(3)), str(rpc.RRef(3))[:9]]
 
 
 def numbers() -> Iterator[int]:
@@ -34,54 +41,47 @@ def numbers() -> Iterator[int]:
 
 
 def wait_until_cancelled() -> None:
-    call = zrpc.current_call()
-    assert call is not None
-    call.wait_cancelled(30)
+    rpc.current_call().wait_cancelled(30)
 
 
 def test_an_rref_says_what_is_where(shared: Mesh) -> None:
-    table = zrpc.remote(1, Table)
+    table = rpc.remote(1, Table)
     assert repr(table) == "RRef(Table on worker1)"
     assert str(table).startswith("UserRRef(RRefId = GloballyUniqueId(created_on=0, ")
-    assert repr(zrpc.remote(1, max, args=(1, 2))) == "RRef(value on worker1)"
-    assert repr(zrpc.remote(1, Counter)) == "RRef(Counter on worker1)"
-    named = zrpc.remote(1, Counter, name="words")
-    assert repr(named) == repr(zrpc.get_actor("words")) == "RRef(Counter 'words' on worker1)"
+    assert repr(rpc.remote(1, max, args=(1, 2))) == "RRef(value on worker1)"
+    assert repr(rpc.remote(1, Counter)) == "RRef(Counter on worker1)"
+    named = rpc.remote(1, Counter, name="words")
+    assert repr(named) == repr(rpc.get_actor("words")) == "RRef(Counter 'words' on worker1)"
     named.stop()
-    tables = zrpc.remote(zrpc.group(["worker1", "worker0"]), Table)
+    tables = rpc.remote(rpc.group(["worker1", "worker0"]), Table)
     assert repr(tables) == ("<group of RRefs: RRef(Table on worker1), RRef(Table on worker0)>")
-    found = zrpc.rpc_sync(1, own_rrefs, args=(table,))
+    found = rpc.rpc_sync(1, own_rrefs, args=(table,))
     assert found == ["RRef(value on worker1)", "RRef(int on worker1)", "OwnerRRef"]
 
 
 def test_a_future_says_what_it_waits_for_and_how_long(shared: Mesh) -> None:
-    future = zrpc.rpc_async(1, wait_until_cancelled)
+    future = rpc.rpc_async(1, wait_until_cancelled)
     text = repr(future)
     assert text.startswith("Future(rpc_async wait_until_cancelled → worker1, pending ")
     assert text.endswith(" s)")
     future.cancel()
     assert repr(future) == "Future(cancelled)"
-    done = zrpc.rpc_async(1, max, args=(1, 2))
-    done.wait()
+    done = rpc.rpc_async(1, max, args=(1, 2))
+    until(lambda: repr(done) in ("Future(rpc_async max → worker1, answered)", "Future(done)"))
+    done.wait()  # which nobody has read before
     assert repr(done) == "Future(done)"
-    failed = zrpc.rpc_async(1, int, args=("a",))
+    failed = rpc.rpc_async(1, int, args=("a",))
     with pytest.raises(ValueError, match="invalid"):
         failed.wait()
     assert repr(failed) == "Future(failed: ValueError)"
-    call = zrpc.remote(1, Table).rpc_async().put(1)
+    call = rpc.remote(1, Table).rpc_async().put(1)
     assert "rpc_async().put → worker1" in repr(call) or repr(call) == "Future(done)"
     call.wait()
-    assert repr(zrpc.Future()) == "Future(pending)"
-
-
-def test_an_answer_that_nobody_has_read_is_not_read_by_repr(shared: Mesh) -> None:
-    future = zrpc.rpc_async(1, max, args=(1, 2))
-    until(lambda: repr(future) in ("Future(rpc_async max → worker1, answered)", "Future(done)"))
-    assert future.wait() == 2
+    assert repr(rpc.Future()) == "Future(pending)"
 
 
 def test_the_future_of_a_group_counts_its_parts(shared: Mesh) -> None:
-    future = zrpc.rpc_async(zrpc.group(["worker1", "worker0"]), wait_until_cancelled)
+    future = rpc.rpc_async(rpc.group(["worker1", "worker0"]), wait_until_cancelled)
     assert repr(future) == "GroupFuture(2 members of the group, 0 done)"
     future.parts[0].cancel()
     until(lambda: repr(future) == "GroupFuture(2 members of the group, 1 done)")
@@ -89,22 +89,27 @@ def test_the_future_of_a_group_counts_its_parts(shared: Mesh) -> None:
 
 
 def test_a_stream_says_what_runs_where(shared: Mesh) -> None:
-    with zrpc.rpc_stream(1, numbers) as stream:
+    with rpc.rpc_stream(1, numbers) as stream:
         assert repr(stream) == "Stream(numbers on worker1)"
-    with zrpc.rpc_stream(zrpc.group(["worker1", "worker0"]), numbers) as stream:
+    with rpc.rpc_stream(rpc.group(["worker1", "worker0"]), numbers) as stream:
         assert repr(stream) == "Stream(numbers on 2 members of the group)"
 
 
 def test_a_field_that_is_read_by_a_proxy_says_how_to_read_it(shared: Mesh) -> None:
-    rref = zrpc.remote(1, Table)
+    rref = rpc.remote(1, Table)
     text = repr(rref.rpc_sync().loss)
     assert text.startswith("<remote method 'loss' of RRef(Table on worker1): call it, as in rref.")
     code = text[text.index("zrpc.rpc_sync(") : text.rindex(">")]
-    assert eval(code, {"zrpc": zrpc, "rref": rref}) == 0.5
+    assert eval(code, {"zrpc": rpc, "rref": rref}) == 0.5
+    put = rref.rpc_sync().put
+    assert put.__name__ == "put"
+    assert rpc.rpc_sync(1, put, args=(3,)) == 3  # it can be sent
+    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
+        pickle.dumps(put)
 
 
 def test_calls_as_in_ray_say_what_to_write(shared: Mesh) -> None:
-    actor = zrpc.remote(1, Counter)
+    actor = rpc.remote(1, Counter)
     with pytest.raises(AttributeError, match=r"rref\.rpc_async\(\)\.add\(\.\.\.\) for a future"):
         actor.add.remote(1)  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match=r"call it, as in rref\.rpc_sync\(\)\.add\(\.\.\.\)"):
@@ -113,9 +118,177 @@ def test_calls_as_in_ray_say_what_to_write(shared: Mesh) -> None:
     assert not hasattr(actor.rpc_sync().add, "__array__")
 
 
-def test_a_method_of_a_value_can_be_sent(shared: Mesh) -> None:
-    put = zrpc.remote(1, Table).rpc_sync().put
-    assert put.__name__ == "put"
-    assert zrpc.rpc_sync(1, put, args=(3,)) == 3
-    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
-        pickle.dumps(put)
+# Room for one call; each counts two KiB.
+ONE_CALL = {"max_bytes_in_flight": 1}
+
+
+def text_of(gate: Gate, **how: Any) -> str:
+    with pytest.raises(rpc.RpcTimeoutError) as info:
+        rpc.rpc_sync("worker1", gate.wait_inside, **how)
+    return str(info.value)
+
+
+# -- time-outs ---------------------------------------------------------------------------------
+
+
+@pytest.mark.system
+def test_a_timeout_names_function_and_worker_and_its_origin(caller: Mesh, gate: Gate) -> None:
+    assert text_of(gate, timeout=0.1) == (
+        "RPC ran for more than set timeout (100 ms) and will now be marked with an error: "
+        "Gate.wait_inside on worker1 (rank 1). This is the timeout of the call itself"
+    )
+    rpc.set_rpc_timeout(0.1)
+    assert "This is the default, the option rpc_timeout: pass a longer" in text_of(gate)
+    with pytest.raises(rpc.RpcTimeoutError, match="the option rpc_timeout"):
+        rpc.rpc_async("worker1", gate.wait_inside).wait()
+
+
+def calls_on(gate: Gate) -> str:
+    try:
+        rpc.rpc_sync("worker0", gate.wait_inside)
+    except rpc.RpcTimeoutError as error:
+        TOLD.append(str(error))
+        raise
+    return ""
+
+
+TOLD: list[str] = []
+
+
+@pytest.mark.system
+def test_a_timeout_says_that_it_was_inherited(shared: Mesh) -> None:
+    TOLD.clear()
+    with Gate() as gate:
+        # Not by a call: if its end were known sooner, the inner call would be cancelled.
+        rref = rpc.remote("worker1", calls_on, (gate,), timeout=0.2)
+        until(lambda: TOLD, "the inner call times out too")
+        del rref
+    assert "Gate.wait_inside on worker0 (rank 0)" in TOLD[0]
+    assert "what was left of the time for the call being handled, calls_on from worker0" in TOLD[0]
+
+
+def test_a_fetch_or_a_gathering_that_times_out_says_so(shared: Mesh, gate: Gate) -> None:
+    rref = rpc.remote("worker1", gate.wait_inside)
+    with pytest.raises(rpc.RpcTimeoutError, match=r"to_here on worker1 \(rank 1\)"):
+        rref.to_here(timeout=0.05)
+    with pytest.raises(rpc.RpcTimeoutError, match=r"error: all_gather on worker0 \(rank 0\)"):
+        rpc.all_gather(1, timeout=0.02)
+
+
+# -- whether the function has run ----------------------------------------------------------------
+
+
+def error_of(call: Any, *args: Any, **kwargs: Any) -> rpc.RpcError:
+    with pytest.raises(rpc.RpcError) as info:
+        call(*args, **kwargs)
+    return info.value
+
+
+def test_a_call_that_ended_on_its_way_may_have_run(shared: Mesh, gate: Gate) -> None:
+    assert error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05).executed is None
+    future = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
+    assert error_of(future.wait).executed is None
+    future = rpc.rpc_async(1, gate.wait_inside)
+    gate.await_entry(3)
+    future.cancel()
+    assert error_of(future.wait).executed is None
+    assert rpc.RpcError("anything").executed is None
+
+
+@pytest.mark.zrpc(workers=2, options=ONE_CALL)
+def test_a_call_that_was_never_sent_has_not_run(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        first = rpc.rpc_async(1, gate.wait_inside, timeout=0)
+        gate.await_entry()
+        error = error_of(rpc.rpc_sync, 1, gate.wait_inside, timeout=0.05)
+        assert isinstance(error, rpc.RpcTimeoutError)
+        assert error.executed is False
+        assert asyncio.run(unsent(gate)) == [False, False]
+        gate.open()
+        first.wait()
+        assert not gate.entered.acquire(blocking=False)
+
+
+async def unsent(gate: Gate) -> list[bool | None]:
+    """In an event loop no call waits for room before it returns its future."""
+    times_out = rpc.rpc_async(1, gate.wait_inside, timeout=0.05)
+    cancelled = rpc.rpc_async(1, gate.wait_inside)
+    cancelled.cancel()
+    with pytest.raises(rpc.RpcTimeoutError) as first:
+        await times_out
+    with pytest.raises(rpc.RpcCancelledError) as second:
+        await cancelled
+    assert error_of(times_out.wait).executed is first.value.executed  # each time
+    return [first.value.executed, second.value.executed]
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3)
+def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(mesh: Mesh, gate: Gate) -> None:
+    with mesh.agent(0).as_current():
+        rref = rpc.remote("worker2", dict)
+        rref.to_here()
+        future = rpc.rpc_async("worker2", gate.wait_inside)
+        gate.await_entry()
+        close = start_all([mesh.agent(2).close], SOON)
+        before = error_of(future.wait)
+        assert isinstance(before, rpc.WorkerDied)
+        assert before.executed is None
+        after = error_of(rpc.rpc_sync, "worker2", echo, (1,))
+        assert isinstance(after, rpc.WorkerDied)
+        assert after.executed is False
+        owner = error_of(rref.rpc_sync().get, 1)
+        assert isinstance(owner, rpc.OwnerDied)
+        assert owner.executed is False
+        gate.open()
+        close()
+
+
+class Unreadable:
+    """It can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def call_what_is_gone() -> None:
+    error = rpc.WorkerDied("worker2 is gone")
+    error.executed = False
+    raise error
+
+
+def test_what_cannot_be_unpickled_has_not_run_unless_it_is_the_result(shared: Mesh) -> None:
+    for call, to in itertools.product(WAYS, (0, 1)):
+        error = error_of(call, to, echo, (Unreadable(),))
+        assert isinstance(error, rpc.SerializationError)
+        assert error.executed is False
+        # A function has run though a call of its own has not.
+        assert error_of(call, to, call_what_is_gone).executed is None
+        assert error_of(call, to, call_with_what_is_unreadable).executed is None
+        error = error_of(call, 1, Unreadable)
+        assert isinstance(error, rpc.SerializationError)
+        assert error.executed is True
+    rref = rpc.remote("worker1", list)
+    assert error_of(rref.rpc_sync().append, Unreadable()).executed is False
+    assert rref.to_here() == []
+
+
+def call_with_what_is_unreadable() -> None:
+    rpc.rpc_sync("worker0", echo, (Unreadable(),))
+
+
+# -- unknown destinations ------------------------------------------------------------------------
+
+
+def test_a_similar_name_is_suggested(shared: Mesh) -> None:
+    with pytest.raises(rpc.RpcError, match=r"'workr1': the workers are .*; did you mean 'worker1'"):
+        rpc.rpc_sync("workr1", echo, (1,))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_mesh_of_one_says_how_others_join(alone: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rpc.session(), pytest.raises(rpc.RpcError, match=r"alone: .*zrpc launch -n 2 SCRIPT"):
+        rpc.rpc_sync(1, echo, (1,))
+    monkeypatch.delenv("WORLD_SIZE")
+    with rpc.session(), pytest.raises(rpc.RpcError, match="others may still join, since no world"):
+        rpc.rpc_sync("trainer", echo, (1,))

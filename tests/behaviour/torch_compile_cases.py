@@ -1,9 +1,10 @@
-"""Code that ``torch.compile`` compiles uses zrpc, and compiled functions and modules are sent."""
+"""Code that torch compiles or records uses zrpc, and compiled functions and modules are sent."""
 
 from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.support.identity import here
+from zrpc.errors import SerializationError
 from zrpc.nn import RemoteModule
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
@@ -33,6 +36,9 @@ class Model:
 
     def double(self, x: torch.Tensor) -> torch.Tensor:
         return x * 2
+
+    def weight(self) -> torch.Tensor:
+        return torch.full((3,), 2.0, requires_grad=True)
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x).sum()
@@ -85,29 +91,22 @@ def by_remote() -> Any:
     return zrpc.remote("worker1", double, args=(X * 2,)).to_here() + 1
 
 
-def by_own_value() -> Any:
-    return zrpc.RRef(X * 2).local_value() * 2 + 1
+CALLS = [
+    *(by_sync, by_async, by_then, by_remote),
+    lambda: zrpc.RRef(X * 2).local_value() * 2 + 1,
+    lambda: sum(zrpc.wait_all([zrpc.rpc_async("worker1", double, (X,)) for _ in range(2)])) + 1,
+]
 
 
-def by_wait_all() -> Any:
-    return sum(zrpc.wait_all([zrpc.rpc_async("worker1", double, (X,)) for _ in range(2)])) + 1
-
-
-@pytest.mark.parametrize(
-    "function", [by_sync, by_async, by_then, by_remote, by_own_value, by_wait_all]
-)
-def test_compiled_code_calls_and_only_its_own_parts_are_compiled(
-    caller: Mesh, function: Callable[[], Any]
-) -> None:
+@pytest.mark.parametrize("function", CALLS)
+def test_only_the_programs_parts_are_compiled(caller: Mesh, function: Callable[[], Any]) -> None:
     assert compiled(function)().tolist() == [5, 5, 5]
     assert 0 < frames() <= 4
 
 
 @pytest.mark.parametrize("way", ["rpc_sync", "rpc_async", "remote"])
 @pytest.mark.parametrize("makes_proxy", [True, False])
-def test_compiled_code_calls_methods_through_a_proxy(
-    caller: Mesh, way: str, makes_proxy: bool
-) -> None:
+def test_compiled_code_calls_methods_by_proxy(caller: Mesh, way: str, makes_proxy: bool) -> None:
     rref = zrpc.remote("worker1", Model)
     proxy = getattr(rref, way)()
 
@@ -162,21 +161,19 @@ def test_a_compiled_module_has_a_remote_module_in_it(caller: Mesh) -> None:
     assert frames() <= 3
 
 
-@pytest.mark.parametrize(
-    ("name", "function"),
-    [
-        ("rpc_sync", by_sync),
-        ("rpc_async", by_async),
-        ("remote", by_remote),
-        ("RRef.rpc_sync", lambda: zrpc.RRef(Model()).rpc_sync().double(X)),
-        ("context", lambda: dist_autograd.context().__enter__()),
-    ],
-)
-def test_a_graph_without_breaks_is_refused_by_an_error_that_names_the_use_of_zrpc(
-    caller: Mesh, name: str, function: Callable[[], Any]
-) -> None:
+REFUSED: dict[str, Callable[[], Any]] = {
+    "rpc_sync": by_sync,
+    "rpc_async": by_async,
+    "remote": by_remote,
+    "RRef.rpc_sync": lambda: zrpc.RRef(Model()).rpc_sync().double(X),
+    "context": lambda: dist_autograd.context().__enter__(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_graph_without_breaks_names_the_use_of_zrpc(caller: Mesh, name: str) -> None:
     with pytest.raises(Exception, match=f"(?s){name}") as raised:
-        compiled(function, fullgraph=True)()
+        compiled(REFUSED[name], fullgraph=True)()
     assert type(raised.value).__module__ == "torch._dynamo.exc"
 
 
@@ -252,31 +249,23 @@ def test_a_compiled_function_is_called_by_its_name(caller: Mesh) -> None:
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_local_compiled_function_arrives_compiled_with_its_settings(
-    caller: Mesh, settings: dict[str, Any]
-) -> None:
+def test_a_local_function_arrives_with_its_settings(caller: Mesh, settings: dict[str, Any]) -> None:
     function = compiled(lambda x: x * 3, **settings)
     assert zrpc.rpc_sync("worker1", settings_of, (function,)) == settings_of(function)
 
 
-def test_a_local_compiled_function_runs_compiled(caller: Mesh) -> None:
-    factor = 3
-    function = compiled(lambda x: x * factor)
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
-    assert frames() == 1
-
-
-def test_a_local_decorator_around_a_compiled_function_can_be_sent(caller: Mesh) -> None:
+def test_local_functions_are_sent_compiled_or_not(caller: Mesh) -> None:
     @functools.wraps(compiled_double)
     def decorated(x: torch.Tensor) -> torch.Tensor:
         return compiled_double(x) + 1
 
+    factor = 3
+    function = compiled(lambda x: x * factor)
+    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [3, 3, 3]
+    assert frames() == 1
     assert zrpc.rpc_sync("worker1", decorated, (X,)).tolist() == [3, 3, 3]
-
-
-def test_a_function_that_must_not_be_compiled_can_be_sent(caller: Mesh) -> None:
-    function = torch.compiler.disable(lambda x: x * 2)
-    assert zrpc.rpc_sync("worker1", function, (X,)).tolist() == [2, 2, 2]
+    disabled = torch.compiler.disable(lambda x: x * 2)
+    assert zrpc.rpc_sync("worker1", disabled, (X,)).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS[0], SETTINGS[2], {"fullgraph": True}])
@@ -285,3 +274,83 @@ def test_a_compiled_module_arrives_compiled(caller: Mesh, settings: dict[str, An
     sent = compiled(module, **settings)
     assert torch.allclose(zrpc.rpc_sync("worker1", sent, (X,)), module(X))
     assert counters["stats"]["unique_graphs"] == 1
+
+
+# -- code that torch records: by torch.jit.trace, torch.export, torch.fx --------------------------
+
+RECORDED: list[Callable[[torch.Tensor], Any]] = [
+    lambda x: zrpc.rpc_sync("worker1", double, (x,)),
+    lambda x: zrpc.rpc_async("worker1", double, (x,)).wait(),
+    lambda x: zrpc.rpc_async("worker1", double, (x,)).then(lambda f: f.wait() * 1).wait(),
+    lambda x: zrpc.remote("worker1", double, (x,)).to_here(),
+    lambda x: zrpc.remote("worker1", Model).rpc_sync().double(x),
+    lambda x: zrpc.remote("worker1", Model).rpc_sync().weight(),
+]
+
+
+class Calling(torch.nn.Module):
+    """A module that makes a call."""
+
+    def __init__(self, call: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self._call(x) + x
+
+
+def test_a_call_is_a_constant_of_a_trace_and_a_warning_says_so(caller: Mesh) -> None:
+    for call in RECORDED:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("always", torch.jit.TracerWarning)
+            traced: Any = torch.jit.trace(Calling(call), X)
+        assert traced(torch.zeros(3)).tolist() == [2, 2, 2]
+        assert caught
+        for each in caught:
+            assert "does not record calls to other workers" in str(each.message)
+            assert each.filename == __file__
+
+
+def test_a_tensor_whose_shape_is_traced_is_sent_as_any(caller: Mesh) -> None:
+    def call(x: torch.Tensor) -> Any:
+        return zrpc.rpc_sync("worker1", double, (x[: x.shape[0] - 1].expand(2, -1).t(),)).sum() + x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.jit.trace(call, X)(X).tolist() == [9, 9, 9]
+
+
+def test_a_call_in_a_module_that_is_recorded_is_an_error_that_says_why(caller: Mesh) -> None:
+    for call in RECORDED:
+        text = r"outside of torch\.export, .* calls to other"
+        with pytest.raises(SerializationError, match=text):
+            torch.export.export(Calling(call), (X,), strict=False)
+        text = "zrpc is never compiled, since its calls run on other"
+        with pytest.raises(Exception, match=text):
+            torch.export.export(Calling(call), (X,), strict=True)
+        for mode in ("real", "fake", "symbolic"):
+            text = r"outside of make_fx, .* calls to other workers"
+            with pytest.raises(SerializationError, match=text):
+                make_fx(Calling(call), tracing_mode=mode)(X)
+    for call in RECORDED[:-1]:  # the last one's arguments are not recorded
+        text = r"Proxy of torch\.fx\..* in torch\.fx\.wrap"
+        with pytest.raises(SerializationError, match=text):
+            torch.fx.symbolic_trace(Calling(call))
+
+
+def by_worker(x: torch.Tensor) -> Any:
+    return zrpc.rpc_sync("worker1", double, (x,))
+
+
+torch.fx.wrap("by_worker")
+
+
+def test_a_function_that_calls_can_be_wrapped_for_a_symbolic_trace(caller: Mesh) -> None:
+    graph = torch.fx.symbolic_trace(lambda x: by_worker(x) + 1)
+    assert graph(X).tolist() == [3, 3, 3]
+
+
+def test_calls_under_other_modes_of_the_dispatcher_go_through(caller: Mesh) -> None:
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        assert zrpc.rpc_sync("worker1", double, (X,)).tolist() == [2, 2, 2]

@@ -78,20 +78,6 @@ def _run_session(where: str, block: Block, directory: Path, forked: bool) -> Non
         )
 
 
-def test_sessions_of_a_growing_file_run_once() -> None:
-    grows = Block("python", "# a.py\nprint(1)\n", 1), Block("python", "# a.py, continued\n", 5)
-    first, second = Block("console", "$ run a.py\n1\n", 3), Block("console", "$ run a.py\n2\n", 7)
-    other = Block("console", "$ run b.py\n3\n", 9)
-    merged = _without_repeats([grows[0], first, grows[1], second, other, other])
-    assert [block.text for block in merged] == [
-        grows[0].text,
-        grows[1].text,
-        "$ run a.py\n2\n1\n",
-        other.text,
-        other.text,
-    ]
-
-
 def _run_forked(where: str, script: Path, directory: Path) -> None:
     """Runs a script in a process that has imported torch already, which takes three seconds."""
     forked, out = Forked(), directory / f"{script.name}.out"
