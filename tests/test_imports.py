@@ -92,8 +92,8 @@ _SURFACE = {
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
         batching.service collectives debugger.prompt debugger.service devices.service
-        elastic.join elastic.limits groups.arguments groups.future groups.gathering groups.group
-        groups.relay groups.service inspection.discovery inspection.rates inspection.report
+        elastic.join elastic.limits groups.arguments groups.future groups.group
+        groups.service inspection.discovery inspection.rates inspection.report
         inspection.service inspection.snapshot metrics.service names.claims names.service
         queue.service rref.rref rref.service shm.segments shm.service streams.service
         streams.stream tracing.service weights.publisher weights.service weights.subscriber""",

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
@@ -16,7 +14,6 @@ from tests.services.shm.sharing import MIB, large, service_of, until_returned
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from zrpc.services.groups.sharing import Sharing
 from zrpc.testing import Mesh
 
 if TYPE_CHECKING:
@@ -27,38 +24,6 @@ pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40}
 
 def name(_: object) -> str:
     return zrpc.get_worker_info().name
-
-
-# -- the rules -------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 12), st.integers(1, 4), st.data())
-def test_each_item_is_done_once_and_no_member_has_two(
-    items: int, members: int, data: st.DataObject
-) -> None:
-    sharing = Sharing(items, range(members))
-    busy: dict[int, int] = {}
-    done: list[int] = []
-    lost = 0
-    while True:
-        while (given := sharing.next()) is not None:
-            item, member = given
-            assert member not in busy.values()
-            busy[item] = member
-        if not busy:
-            break
-        item = data.draw(st.sampled_from(sorted(busy)))
-        del busy[item]
-        end = data.draw(st.sampled_from(["done", "lost", "again"]))
-        sharing.end(item, lost=end != "done", again=end == "again")
-        lost += end != "done"
-        if end != "again":
-            done.append(item)
-        if data.draw(st.booleans()):
-            sharing.join(members)
-            members += 1
-    assert sharing.stuck == (len(done) < items)
-    assert sorted([*done, *sharing.stop()]) == list(range(items))
 
 
 # -- calls -----------------------------------------------------------------------------------------

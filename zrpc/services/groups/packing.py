@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from typing_extensions import override
 
@@ -16,8 +15,7 @@ from zrpc.calls.unmapped import name_argument
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
-from zrpc.services.groups.part import Part
-from zrpc.services.groups.service import GroupService
+from zrpc.services.groups.service import GroupService, Part
 from zrpc.wire.devices import DeviceMap, UnmappedDevice
 from zrpc.wire.envelope import Envelope
 from zrpc.wire.kind import Tag
@@ -27,15 +25,50 @@ from zrpc.wire.parts import PartEncoder
 from zrpc.wire.pickling import register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
+# The places of the parts of a call.
+_FUNCTION, _ARGS, _KWARGS = range(3)
 
-class _Carried:
-    """A part in the message to one member, which arrives as the object."""
+
+class _Carried(Envelope):
+    """A part in the message to one member, which arrives as the object.
+
+    Args:
+        part: the part.
+        fills: the values of its holes.
+    """
 
     __slots__ = ("fills", "part")
 
-    def __init__(self, part: Part, fills: Sequence[Any] = ()) -> None:
+    def __init__(self, part: Part, fills: Sequence[Any]) -> None:
         self.part = part
         self.fills = fills
+
+    @property
+    @override
+    def contents(self) -> Sequence[Any]:
+        return self.fills
+
+
+class _Element(Envelope):
+    """The function, the args or the kwargs of a call, which is pickled once for all three.
+
+    Args:
+        call: the call.
+        place: which of them.
+        qualname: what the function is called, for messages to people.
+    """
+
+    __slots__ = ("__qualname__", "call", "place")
+
+    def __init__(self, call: _Carried, place: int, qualname: str = "") -> None:
+        self.call = call
+        self.place = place
+        self.__qualname__ = qualname
+
+    @property
+    @override
+    def contents(self) -> Sequence[Any]:
+        return self.call.fills
 
 
 def _unpack(blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
@@ -43,70 +76,19 @@ def _unpack(blocks: Sequence[Any], fills: Sequence[Any]) -> Any:
     return unpack_part(Message(0, body=body, table=table, buffers=buffers), fills)
 
 
-class _Call(Envelope):
-    """Function, args and kwargs for one member: they arrive as the args, which have the others."""
-
-    __slots__ = ("carried",)
-
-    def __init__(self, carried: _Carried) -> None:
-        self.carried = carried
-
-    @property
-    @override
-    def contents(self) -> Sequence[Any]:
-        return self.carried.fills
-
-
-class _Arguments(tuple[Any, ...]):
-    """The args of a call that has arrived, with its function and its kwargs."""
-
-    function: Any
-    kwargs: dict[str, Any]
-
-
-def _arguments(content: tuple[Any, tuple[Any, ...], dict[str, Any]]) -> _Arguments:
-    function, args, kwargs = content
-    arguments = _Arguments(args)
-    arguments.function, arguments.kwargs = function, kwargs
-    # All is unpickled. Only the tensors keep the shared memory from now on.
-    for tag in (Tag.COMMON, Tag.RELAYED):
-        (decoder().message.attachments or {}).pop(tag, None)
-    return arguments
-
-
-class _Of(Envelope):
-    """The function or the kwargs of a call.
-
-    Args:
-        call: the call, which is pickled once.
-        name: which of them.
-        qualname: what the function is called, for messages to people.
-    """
-
-    __slots__ = ("__qualname__", "call", "name")
-
-    def __init__(self, call: _Call, name: str, qualname: str = "") -> None:
-        self.call = call
-        self.name = name
-        self.__qualname__ = qualname
-
-    @property
-    @override
-    def contents(self) -> Sequence[Any]:
-        return self.call.contents
+def _take(call: tuple[Any, Any, Any], place: int) -> Any:
+    if place == _KWARGS:
+        # All is unpickled. Only the tensors keep the shared memory from now on.
+        for tag in (Tag.COMMON, Tag.RELAYED):
+            (decoder().message.attachments or {}).pop(tag, None)
+    return call[place]
 
 
 register_reducer(_Carried, lambda carried: (_unpack, (carried.part, carried.fills)))
-register_reducer(_Call, lambda call: (_arguments, (call.carried,)))
-register_reducer(_Of, lambda of: (_attribute, (of.call, of.name)))
+register_reducer(_Element, lambda element: (_take, (element.call, element.place)))
 
 
-def _attribute(arguments: _Arguments, name: str) -> Any:
-    return operator.attrgetter(name)(arguments)
-
-
-@dataclass(frozen=True)
-class _Form:
+class _Form(NamedTuple):
     """What must be alike at members that get the same packing.
 
     Attributes:
@@ -187,14 +169,16 @@ class Bodies:
         for other, part in packed:
             if other.same_main == form.same_main and not (part.placed or moves_cpu):
                 return part
-        service, in_graph = self._service, self._in_graph
+        agent = self._service.agent
+        encoder = partial(PartEncoder, agent, form.same_main, self._in_graph, form.devices)
+        packer = encoder()
         try:
-            return Part.of(service, obj, form.same_main, in_graph, form.devices)
+            message = packer.part(obj)
         except UnmappedDevice as error:
-            same = partial(PartEncoder, service.agent, form.same_main, in_graph, form.devices)
-            call = (self.name, *obj[1:]) if isinstance(obj, tuple) else obj
-            name_argument(error, call, same)
+            name_argument(error, (self.name, *obj[1:]) if isinstance(obj, tuple) else obj, encoder)
             raise
+        blocks = [message.body, message.table, *message.buffers]
+        return Part(self._service, blocks, packer.holes, packer.tensors.placed)
 
     def _find_shared(self, holes: Sequence[Any]) -> None:
         found = {id(hole): hole for hole in holes if isinstance(hole, Share)}
@@ -223,22 +207,18 @@ class Bodies:
         """
         for part in {*self._parts.values(), *self._repeated.values()}:
             self._service.count(bytes_packed=part.nbytes)
-        readers: dict[tuple[Part, MemberId], list[MemberId]] = {}
+        readers = defaultdict[tuple[Part, MemberId], list[MemberId]](list)
         for place, member in enumerate(self._members):
             if member.member_id != self._own_id:
                 first = self._first_on_host(member)
                 for part in (self._part(place), *self._parts_in(place)):
-                    readers.setdefault((part, first), []).append(member.member_id)
-        several = {
-            key: members
-            for key, members in readers.items()
-            if len(members) > 1 or self.shared is not None
-        }
-        laid = {part for part in {part for part, _ in several} if part.lay()}
-        for (part, first), members in several.items():
-            if part in laid and first == self._own_id:
+                    readers[part, first].append(member.member_id)
+        for (part, first), members in readers.items():
+            if (len(members) == 1 and self.shared is None) or not part.lay():
+                continue
+            if first == self._own_id:
                 self._service.count(bytes_sent=part.nbytes)
-            elif part in laid:
+            else:
                 for each in members:
                     part.hand_on(each, first)
 
@@ -300,6 +280,6 @@ class Bodies:
 
     def body(self, place: int, item: Any = None) -> tuple[Any, Any, Any]:
         """Returns the body of the request to a member; see `_fills`."""
-        call = _Call(_Carried(self._part(place), self._fills(place, item)))
-        what = self._what if self._is_method else _Of(call, "function", self.name)
-        return what, call, _Of(call, "kwargs")
+        call = _Carried(self._part(place), self._fills(place, item))
+        what = self._what if self._is_method else _Element(call, _FUNCTION, self.name)
+        return what, _Element(call, _ARGS), _Element(call, _KWARGS)

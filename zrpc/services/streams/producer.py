@@ -12,7 +12,6 @@ and the like are packed by the batch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import threading
@@ -35,6 +34,7 @@ from zrpc.errors import RpcCancelledError
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.services.streams.batches import Credit, dump_batch
 from zrpc.services.streams.outflow import Outflow, Step
+from zrpc.services.streams.source import complete_in_loop
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
@@ -310,7 +310,7 @@ class AsyncProducer(Producer):
         while (step := self._next_step()) is not Step.CLOSE:
             if step is Step.REST:
                 woken: asyncio.Future[None] = loop.create_future()
-                self._wake = partial(_tell, loop, woken)
+                self._wake = partial(complete_in_loop, loop, woken)
                 if self._rest():
                     await woken
                     self._scope.rests = False
@@ -323,41 +323,16 @@ class AsyncProducer(Producer):
             except StopAsyncIteration:
                 return
             if self._add(value, in_loop=True) is None:
-                added: asyncio.Future[None] = loop.create_future()
-                job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
-                fail = partial(_fail, loop, added)
-                self._agent.receiver.run(RequestJob(self._request, fail, job))
-                await added
+                await self._add_in_pool(loop, value)
 
-    def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:
-        """Packs an item in a thread of the pool."""
-        try:
+    async def _add_in_pool(self, loop: asyncio.AbstractEventLoop, value: Any) -> None:
+        added: asyncio.Future[None] = loop.create_future()
+        tell = partial(complete_in_loop, loop, added)
+
+        def add(_: Message) -> None:
             self._add(value)
-        except BaseException as error:
-            tell(error)
-        else:
             tell()
 
-
-def _fail(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[None],
-    _: Message,
-    error: BaseException,
-) -> None:
-    _tell(loop, future, error)
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[None],
-    error: BaseException | None = None,
-) -> None:
-    """Completes a future of a loop's, in any thread."""
-
-    def complete() -> None:
-        if not future.done():
-            future.set_result(None) if error is None else future.set_exception(error)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(complete)
+        job = RequestJob(self._request, lambda _, error: tell(error), add)
+        self._agent.receiver.run(job)
+        await added

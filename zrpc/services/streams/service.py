@@ -121,7 +121,7 @@ class StreamService(Service, MakesStreams):
     def readers(self) -> dict[int, Any]:
         """Returns what reads each stream, by the number of its call; see `present_reader`."""
         consumers = list(self._consumers.items())
-        return {number: (each.reader or each).read_by for number, each in consumers}
+        return {number: each.reader.read_by for number, each in consumers}
 
     def _on_items(self, batch: Message) -> None:
         consumer = self._consumers.get(batch.call_id)
@@ -217,7 +217,7 @@ class StreamService(Service, MakesStreams):
             return
         before = time.monotonic() - _UNREAD_SECONDS
         for consumer in list(self._consumers.values()):
-            reader = consumer.reader or consumer
+            reader = consumer.reader
             if reader.used_at < before and not reader.is_awaited and not self._serves(consumer):
                 consumer.close(_of_shutdown())
         if not shutdown.all_begun:  # this worker leaves alone
