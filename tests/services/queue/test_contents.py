@@ -49,11 +49,9 @@ class Watched:
     def remove(self, number: int) -> None:
         if number < len(self.waiters):
             waiter = self.waiters[number]
-            removed, done = self.contents.remove(waiter)
-            assert removed == (waiter in self.waiting)
-            if removed:
+            if waiter in self.waiting:
                 self.waiting.remove(waiter)
-            self.note(done)
+            self.note(self.contents.remove(waiter))
 
     def give_back(self, number: int) -> None:
         """A taker has not got its items."""

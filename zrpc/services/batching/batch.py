@@ -67,22 +67,24 @@ class Batch:
     """Calls a function for several callers, and gives each its outcome: a `ResultSink`.
 
     Args:
+        request: becomes that of the batch, which no worker has sent.
         calls: those whose callers still wait; at least one.
         ended: called once all of them have their outcomes.
     """
 
-    def __init__(self, calls: Sequence[BatchedCall], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, request: Message, calls: Sequence[BatchedCall], ended: Callable[[], None]
+    ) -> None:
         self._calls = calls
         self._ended = ended
         self.context = calls[0].context
-        # No worker has sent this one.
         first = calls[0].request
-        self.request = Message(first.kind, first.call_id, sender=first.sender)
-        self.request.attachments = {Tag.DEVICE: device_of(first)}
-        self.request.scope = _BatchScope([call.request.scope for call in calls])
-        self.request.scope.mailbox = first.scope.mailbox
+        request.kind, request.sender, request.call_id = first.kind, first.sender, first.call_id
+        request.attachments = {Tag.DEVICE: device_of(first)}
+        request.scope = _BatchScope([call.request.scope for call in calls])
+        request.scope.mailbox = first.scope.mailbox
         for call in calls:
-            call.request.scope.batch = self.request
+            call.request.scope.batch = request
 
     def resolve(self) -> Called:
         """Returns the function, and the arguments of all calls; these let go of them."""

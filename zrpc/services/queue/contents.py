@@ -7,6 +7,7 @@ is larger than the bound enters when the queue is empty.
 
 from __future__ import annotations
 
+import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,12 +23,10 @@ class Item:
     Attributes:
         value: the value.
         size: in bytes.
-        plain: whether freeing it runs no code of the program.
     """
 
     value: Any
     size: int = 0
-    plain: bool = True
 
 
 def nothing(_: Waiter) -> None:
@@ -98,22 +97,29 @@ class Contents:
         )
 
     def add(self, waiter: Waiter) -> Sequence[Waiter]:
-        """Takes a call that puts or takes."""
-        (self._takers if waiter.most else self._putters).append(waiter)
-        return self._match()
+        """Takes a call that puts or takes; it fails at once if it must not wait."""
+        self._line_of(waiter).append(waiter)
+        done = self._match()
+        if waiter.timeout == 0 and waiter not in done:
+            done = [*done, *self.remove(waiter, late(waiter))]
+        return done
 
-    def remove(self, waiter: Waiter) -> tuple[bool, Sequence[Waiter]]:
-        """Removes a call that waits no longer; returns whether it did, and what others have."""
-        line = self._takers if waiter.most else self._putters
+    def remove(self, waiter: Waiter, error: BaseException | None = None) -> Sequence[Waiter]:
+        """Removes a call that waits no longer, if it still does; with an error, it fails."""
+        line = self._line_of(waiter)
         if waiter not in line:
-            return False, ()
+            return ()
         line.remove(waiter)
-        return True, self._match()
+        waiter.error = error
+        return [waiter, *self._match()] if error is not None else self._match()
+
+    def _line_of(self, waiter: Waiter) -> deque[Waiter]:
+        return self._takers if waiter.most else self._putters
 
     def give_back(self, items: Sequence[Item]) -> Sequence[Waiter]:
         """Puts items back to the front: their taker has not got them."""
         self.items.extendleft(reversed(items))
-        self.nbytes += sum(item.size for item in items)
+        self.nbytes += _size(items)
         return self._match()
 
     def close(self) -> Sequence[Waiter]:
@@ -125,30 +131,36 @@ class Contents:
         done: list[Waiter] = []
         while True:
             if self._takers and self.items:
-                self._give(taker := self._takers.popleft())
-                done.append(taker)
-            elif self._putters and not self.closed and not self.full(self._size_of_next()):
+                done.append(self._give(self._takers.popleft()))
+            elif self._putters and not self.closed and not self.full(_size(self._putters[0].items)):
                 putter = self._putters.popleft()
                 self.items.extend(putter.items)
-                self.nbytes += sum(item.size for item in putter.items)
+                self.nbytes += _size(putter.items)
                 done.append(putter)
             else:
                 break
         if self.closed:  # and no items are left, if there are takers
-            for waiter in (*self._takers, *self._putters):
-                waiter.error = _closed(waiter)
-                done.append(waiter)
-            self._takers.clear()
-            self._putters.clear()
+            for line in (self._takers, self._putters):
+                for waiter in line:
+                    waiter.error = _closed(waiter)
+                done += line
+                line.clear()
         return done
 
-    def _give(self, taker: Waiter) -> None:
+    def _give(self, taker: Waiter) -> Waiter:
         count = min(taker.most, len(self.items))
         taker.items = [self.items.popleft() for _ in range(count)]
-        self.nbytes -= sum(item.size for item in taker.items)
+        self.nbytes -= _size(taker.items)
+        return taker
 
-    def _size_of_next(self) -> int:
-        return sum(item.size for item in self._putters[0].items)
+
+def _size(items: Sequence[Item]) -> int:
+    return sum(item.size for item in items)
+
+
+def late(waiter: Waiter) -> BaseException:
+    """Returns the error of a call that has waited for as long as it may."""
+    return queue.Empty() if waiter.most else queue.Full()
 
 
 def _closed(waiter: Waiter) -> QueueClosed:
