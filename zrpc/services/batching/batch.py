@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zrpc.batch_values import Columns, rows
+from zrpc.batch_values import columns, rows
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.current_device import device_of
 from zrpc.calls.result_sink import Called, ResultSink
@@ -91,10 +91,10 @@ class Batch:
         first = self._calls[0]
         batching = first.batching
         calls = [(call.args, call.kwargs) for call in self._calls]
-        columns = Columns(calls, batching.stack, first.receiver)
+        args, kwargs = columns(calls, batching.stack, first.receiver)
         for call in self._calls:  # the shared memory that they hold is returned with the answers
             call.args, call.kwargs, call.receiver = (), {}, ()
-        return batching.fn, columns.args, columns.kwargs
+        return batching.fn, args, kwargs
 
     def defer(self, request: Message) -> None:
         """Does nothing: the calls are deferred already."""

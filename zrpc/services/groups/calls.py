@@ -16,7 +16,7 @@ from zrpc.services.streams.stream import Stream
 
 def call_each(call: GroupCall) -> GroupFuture[Any]:
     """Calls each member, and returns the future of all results."""
-    if call.bodies.shared is not None:
+    if call.shared is not None:
         return share_out(call)
     parts: dict[int, Future[Any]] = {}
     try:
@@ -38,7 +38,7 @@ def make_each(call: GroupCall) -> list[Any]:
         GroupError: some of the calls can't be sent.
         ValueError: `zrpc.share` was called for an argument.
     """
-    if call.bodies.shared is not None:
+    if call.shared is not None:
         raise ValueError(
             "expected share() in a call by rpc_sync, rpc_async or rpc_stream, found it in one by "
             "remote: which member is free is known from its results"
@@ -62,15 +62,16 @@ def stream_each(call: GroupCall, timeout: float) -> Stream[Any]:
         call: the call; its time is that for the whole.
         timeout: for an item of a member.
     """
-    agent, share = call.agent, call.bodies.shared
+    agent, share = call.agent, call.shared
     names, what = call.names, "members of the group"
     if share is not None:
         names, what = [f"item {number}" for number in range(len(share.items))], "items"
-    merged = Merged(agent, call.bodies.name, names, what, agent.caller.timeout(timeout))
+    title = f"{call.name} on {len(names)} {what}"
+    merged = Merged(agent, title, names, what, agent.caller.timeout(timeout))
     try:
         if share is not None:
             merged.sharer = StreamSharer(merged, call)
-            merged.sharer.begin()
+            merged.sharer.begin(call.joining)
         else:
             for place, stream, error in call.ask_all():
                 if error is None:

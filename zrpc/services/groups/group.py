@@ -17,7 +17,7 @@ from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import pass_gate
-from zrpc.services.groups.call import GroupCall, Joining, Target
+from zrpc.services.groups.call import GroupCall, Target
 from zrpc.services.groups.calls import call_each, make_each, stream_each
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.service import GroupService
@@ -145,17 +145,19 @@ class WorkerGroup(Group[str]):
         Raises:
             RpcError: no worker matches the pattern any longer.
         """
-        agent, members, joining = current_agent(), self.members, None
-        if self._pattern is not None:
-            if not members:
-                raise RpcError(
-                    f"expected workers whose names match {self._pattern!r}, found none in the mesh "
-                    "now"
-                )
-            joining = Joining(self._pattern, lambda info: Target(info, ask(info)))
+        agent, members, pattern = current_agent(), self.members, self._pattern
+        if pattern is not None and not members:
+            raise RpcError(
+                f"expected workers whose names match {pattern!r}, found none in the mesh now"
+            )
+
+        def joining(info: WorkerInfo) -> Target | None:
+            belongs = pattern is not None and fnmatchcase(info.name, pattern)
+            return Target(info, ask(info)) if belongs else None
+
         infos = [agent.membership.find(name) for name in members]
         targets = [Target(info, ask(info)) for info in infos]
-        return GroupCall(agent, targets, body, timeout, joining)
+        return GroupCall(agent, targets, body, timeout, None if pattern is None else joining)
 
 
 class RRefGroup(Group[RRef[T]]):

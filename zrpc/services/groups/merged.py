@@ -31,7 +31,7 @@ class Merged(Source):
 
     Args:
         agent: this worker's.
-        name: what the program called.
+        title: what it is called in messages to people.
         names: what is at each place, for messages to people.
         what: what all of them are called.
         timeout: the longest wait for an item of one of them, in seconds; 0 means no limit.
@@ -41,10 +41,10 @@ class Merged(Source):
     """
 
     def __init__(
-        self, agent: Agent, name: str, names: Sequence[str], what: str, timeout: float
+        self, agent: Agent, title: str, names: Sequence[str], what: str, timeout: float
     ) -> None:
         super().__init__(agent, timeout)
-        self._name = name
+        self._title = title
         self._names = names
         self._what = what
         self.sharer: StreamSharer | None = None
@@ -105,6 +105,12 @@ class Merged(Source):
         else:
             self.sharer.finish()
 
+    @property
+    @override
+    def title(self) -> str:
+        """What it is called in messages to people."""
+        return self._title
+
     @override
     def opened(self) -> list[Consumer]:
         return list(self._streams)
@@ -116,7 +122,7 @@ class Merged(Source):
         """
         taken_at_once = self.is_awaited and consumer.returned
         self._list(consumer)
-        if self.sharer is not None and consumer.complete and not taken_at_once:
+        if self.sharer is not None and consumer.inflow.complete and not taken_at_once:
             self._agent.caller.complete(self.sharer.go_on)
 
     def _list(self, consumer: Consumer) -> None:
@@ -124,18 +130,6 @@ class Merged(Source):
         self.wake()
 
     # -- the reader --------------------------------------------------------------------------
-
-    @property
-    @override
-    def name(self) -> str:
-        """What the program called."""
-        return self._name
-
-    @property
-    @override
-    def where(self) -> str:
-        """How many members run it."""
-        return f"{len(self._names)} {self._what}"
 
     @override
     def close(self) -> None:
@@ -233,8 +227,8 @@ class StreamSharer(Sharer):
     @override
     def go_on(self) -> None:
         """Gives items to all members that are free, also to those that are now."""
-        for consumer in [each for each in list(self._given) if each.complete]:
+        for consumer in [each for each in list(self._given) if each.inflow.complete]:
             place = self._given.pop(consumer, None)
             if place is not None:
-                self._take_back(place, consumer.outcome)
+                self._take_back(place, consumer.inflow.outcome[0])
         super().go_on()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 from abc import ABC, abstractmethod
 from collections import deque
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -18,7 +17,6 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.groups.call import GroupCall, Joining
 from zrpc.services.groups.future import GroupFuture
-from zrpc.services.groups.packing import Bodies
 
 
 class Sharer(ABC):
@@ -29,40 +27,39 @@ class Sharer(ABC):
     """
 
     def __init__(self, call: GroupCall) -> None:
-        self._call = call
+        self._agent = call.agent
         self._targets = dict(call.targets)
         self._context = contextvars.copy_context()  # of the caller: its handler, its gradients
         self._handle: Any = None
-        assert call.bodies.shared is not None
-        self._items = call.bodies.shared.items
+        assert call.shared is not None
+        self._items = call.shared.items
         # Guards the rest, and the targets. One thread at a time gives out items.
         self._lock = UninterruptedLock()
-        self._bodies: Bodies | None = call.bodies
+        self._call: GroupCall | None = call
         self._waiting = deque(range(len(self._items)))
         self._free = deque(self._targets)  # members that have no item, by place
         self._busy = 0  # members that have one
         self._running = False
         self._lost: WorkerDied | None = None
 
-    def begin(self) -> None:
+    def begin(self, joining: Joining | None) -> None:
         """Gives items to all members; also to workers that join later and belong to the group."""
-        joining = self._call.joining
         if joining is not None:
-            self._handle = self._call.agent.joined.add(partial(self._on_joined, joining))
-            if self._bodies is None:
+            self._handle = self._agent.joined.add(partial(self._on_joined, joining))
+            if self._call is None:
                 self._handle.remove()
         self.go_on()
 
     def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
-        bodies = self._bodies
-        known = any(target.info.member_id == info.member_id for target in self._targets.values())
-        if bodies is None or known or not fnmatchcase(info.name, joining.pattern):
+        call, target = self._call, joining(info)
+        known = any(each.info.member_id == info.member_id for each in self._targets.values())
+        if call is None or target is None or known:
             return
-        place = bodies.add(info)
+        place = call.add(info.member_id)
         if place is None:
             return
         with self._lock:
-            self._targets[place] = joining.target(info)
+            self._targets[place] = target
             self._free.append(place)
         self.go_on()
 
@@ -84,23 +81,24 @@ class Sharer(ABC):
             raise
         self._fail_if_stuck()
 
-    def _next(self) -> tuple[int, int, Bodies] | None:
+    def _next(self) -> tuple[int, int, GroupCall] | None:
         """Returns an item, and the place of a member that gets it; None if it must stop."""
         with self._lock:
-            bodies = self._bodies
-            self._running = bool(self._waiting and self._free and bodies and self._has_room())
-            if bodies is None or not self._running:
+            call = self._call
+            if call is None or not (self._waiting and self._free and self._has_room()):
+                self._running = False
                 return None
             self._busy += 1
-            return self._waiting.popleft(), self._free.popleft(), bodies
+            return self._waiting.popleft(), self._free.popleft(), call
 
     def _has_room(self) -> bool:
         """Returns whether another item may be given out now. The lock is held."""
         return True
 
-    def _try_to_give(self, item: int, place: int, bodies: Bodies) -> None:
+    def _try_to_give(self, item: int, place: int, call: GroupCall) -> None:
         try:
-            self._give(item, place, bodies.body(place, self._items[item]), self._call.time_left())
+            body = call.body(place, self._items[item])
+            self._give(item, place, body, call.time_left())
         except Exception as error:
             self._on_error(item, place, error)
 
@@ -149,7 +147,7 @@ class Sharer(ABC):
 
     def finish(self) -> None:
         """Gives out no more items, and frees what is kept for them."""
-        self._bodies = None  # they have what went to all, and its shared memory
+        self._call = None  # it has what went to all, and its shared memory
         if self._handle is not None:
             self._handle.remove()
 
@@ -221,7 +219,7 @@ def share_out(call: GroupCall) -> GroupFuture[Any]:
     future = GroupFuture(sharer.parts, names, "items")
     future.add_done_callback(lambda _: sharer.finish())  # also if it is cancelled: before the parts
     try:
-        sharer.begin()
+        sharer.begin(call.joining)
     except BaseException:  # Ctrl-C: nobody gets the future
         future.cancel()
         raise

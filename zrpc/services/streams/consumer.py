@@ -37,7 +37,7 @@ class Consumer(Source):
         ended: called when nothing more can arrive.
 
     Attributes:
-        call: the same.
+        call, inflow: the same.
         returned: whether the function was no generator, and its value is the outcome.
         reader: what reads it: itself, or one that reads several together.
         place: which of those it is.
@@ -60,30 +60,14 @@ class Consumer(Source):
         self.call = call
         self.reader: Any = self
         self._ended = ended
-        self._inflow = inflow  # guarded by the lock; nothing is freed while that is held
+        self.inflow = inflow  # guarded by the lock; nothing is freed while that is held
         self._opening = False  # whether a reader opens a batch; that one resets it, without a lock
 
     @property
     @override
-    def name(self) -> str:
-        """What the program called."""
-        return self.call.title
-
-    @property
-    @override
-    def where(self) -> str:
-        """Which worker runs it."""
-        return self._agent.membership.infos[self.call.peer].name
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more can arrive."""
-        return self._inflow.complete
-
-    @property
-    def outcome(self) -> Any:
-        """What has ended the stream: an answer or an error."""
-        return self._inflow.outcome[0]
+    def title(self) -> str:
+        """What it is called in messages to people."""
+        return f"{self.call.title} on {self._agent.membership.infos[self.call.peer].name}"
 
     @override
     def opened(self) -> list[Consumer]:
@@ -107,8 +91,8 @@ class Consumer(Source):
         self._post(self._change(partial(self._add, batch)))
 
     def _add(self, batch: Message) -> Credit | None:
-        self._inflow.arrive(batch)
-        return self._inflow.credit(len(self.items), always=True)
+        self.inflow.arrive(batch)
+        return self.inflow.credit(len(self.items), always=True)
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer of the call, or the error that came instead."""
@@ -122,14 +106,14 @@ class Consumer(Source):
 
     def end(self, outcome: Any, total: int | None = None) -> None:
         """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
-        self._change(partial(self._inflow.end, outcome, total))
+        self._change(partial(self.inflow.end, outcome, total))
 
     def _change(self, change: Callable[[], T]) -> T:
         """Returns what ``change()`` does, which takes what has come; then notifies the reader."""
         try:
             with self._lock:
                 value = change()
-            if self._inflow.complete:
+            if self.inflow.complete:
                 self._ended(self)
         except Exception as error:  # no memory for a frame, say: they would wait for what has come
             self.close(error)
@@ -155,8 +139,8 @@ class Consumer(Source):
             with self._lock:
                 dropped: list[Any] = [*self.items]
                 self.items.clear()
-                if not self._inflow.over:
-                    dropped.append(self._inflow.abort(outcome))
+                if not self.inflow.over:
+                    dropped.append(self.inflow.abort(outcome))
             self._ended(self)
             self.reader.notify(self)
             self.call.cancel()
@@ -177,7 +161,7 @@ class Consumer(Source):
         call, callees = self.call, self._agent.callees
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({self._timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error: no item of the stream {self.name} has come "
+            f"marked with an error: no item of the stream {self.call.title} has come "
             f"from {callees.describe(call.peer)}"
             f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
             "longer one, or 0 for no limit. The stream is closed"
@@ -200,9 +184,9 @@ class Consumer(Source):
                     return True
                 if self._opening:
                     return False
-                batch, over = self._inflow.first(), self._inflow.over
+                batch, over = self.inflow.first(), self.inflow.over
                 self._opening = batch is not None
-                credit = None if self._opening or over else self._inflow.credit(0)
+                credit = None if self._opening or over else self.inflow.credit(0)
             self._post(credit)  # before the program waits
             if batch is not None:
                 values: list[Any] = []
@@ -219,11 +203,12 @@ class Consumer(Source):
 
     def _value(self) -> Any:
         """Returns the value of the outcome, or raises its error."""
+        [outcome] = self.inflow.outcome
         try:
-            return None if self.outcome is None else self._agent.caller.decode(self.outcome)
+            return None if outcome is None else self._agent.caller.decode(outcome)
         except (StopIteration, StopAsyncIteration) as error:  # as in any generator
             raise RuntimeError(
-                f"the function of the stream {self.name} raised {error!r}"
+                f"the function of the stream {self.call.title} raised {error!r}"
             ) from error
 
     def _unpack(self, batch: Message, values: list[Any]) -> Exception | None:
@@ -244,13 +229,13 @@ class Consumer(Source):
         """Lets the program take the items of a batch; a failure ends the stream behind them."""
         dropped: object = None
         with self._lock:
-            if self._inflow.first() is not batch:  # it was closed meanwhile
+            if self.inflow.first() is not batch:  # it was closed meanwhile
                 return
-            self._inflow.open(len(values))
+            self.inflow.open(len(values))
             self.items.extend(values)
-            credit = self._inflow.credit(max(0, len(values) - 1))
+            credit = self.inflow.credit(max(0, len(values) - 1))
             if failure is not None:
-                dropped = self._inflow.abort(failure.with_traceback(None))
+                dropped = self.inflow.abort(failure.with_traceback(None))
         if failure is None:
             self._post(credit)
         else:
@@ -262,5 +247,5 @@ class Consumer(Source):
     def is_ready(self) -> bool:
         """Returns whether there are items, or a batch or an end that nobody opens yet."""
         with self._lock:
-            ready = self._inflow.over or self._inflow.first() is not None
+            ready = self.inflow.over or self.inflow.first() is not None
             return bool(self.items) or (ready and not self._opening)

@@ -53,13 +53,8 @@ class Source(ABC):
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """What the program called."""
-
-    @property
-    @abstractmethod
-    def where(self) -> str:
-        """Which worker runs it, or how many do."""
+    def title(self) -> str:
+        """What it is called in messages to people."""
 
     @abstractmethod
     def opened(self) -> Sequence[Any]:
@@ -168,9 +163,11 @@ class Source(ABC):
         self, change: Callable[[Callable[[], object]], None], waker: Callable[[], object]
     ) -> None:
         """Notes that a reader begins to wait, or no longer waits."""
+        now = self._now()
         with self._lock:
-            self._waited_before = self.waited()
-            self._waits_since = self._now()
+            if self._waits:
+                self._waited_before += now - self._waits_since
+            self._waits_since = now
             change(waker)
 
     def _now(self) -> float:
@@ -178,8 +175,9 @@ class Source(ABC):
 
     def waited(self) -> float:
         """Returns for how long readers have waited, in seconds."""
-        since = self._now() - self._waits_since if self._waits else 0.0
-        return self._waited_before + since
+        if not self._waits:
+            return self._waited_before
+        return self._waited_before + self._now() - self._waits_since
 
     def _time_left(self) -> float | None:
         """Ends the streams that have let the reader wait too long; returns when the next is due."""
