@@ -50,13 +50,7 @@ class _Key(NamedTuple):
     mailbox: Any
 
 
-class _Waiting(Gathering[BatchedCall]):
-    """The calls that wait for one function, and what is equal for all of them."""
-
-    def __init__(self, key: _Key, batching: Batching) -> None:
-        super().__init__(batching.max_size, batching.max_wait)
-        self.key = key
-        self.mailbox = key.mailbox
+_Waiting = Gathering[BatchedCall]
 
 
 class BatchingService(Service):
@@ -102,7 +96,8 @@ class BatchingService(Service):
         with self._lock:
             gathering = self._gatherings.get(key)
             if gathering is None:
-                gathering = self._gatherings[key] = _Waiting(key, batching)
+                gathering = _Waiting(batching.max_size, batching.max_wait, key)
+                self._gatherings[key] = gathering
             full, due = gathering.add(waiting, time.monotonic()), gathering.due()
         request.scope.when_cancelled(partial(self._leave, gathering, waiting))
         if full:
@@ -132,7 +127,7 @@ class BatchingService(Service):
         turn = Message(Kind.METHOD, sender=self.agent.worker_info.member_id)
         turn.scope = CancelScope(self.agent.worker_info, 0)
         begin = partial(self.agent.receiver.run, partial(self._run, gathering, turn))
-        mailbox = gathering.mailbox
+        mailbox = gathering.key.mailbox
         if mailbox is None:
             begin()
         else:
@@ -141,7 +136,7 @@ class BatchingService(Service):
 
     def _run(self, gathering: _Waiting, turn: Message) -> None:
         """Calls the function for those that wait, as one call; in a thread of the pool."""
-        scope, mailbox = turn.scope, gathering.mailbox
+        scope, mailbox = turn.scope, gathering.key.mailbox
         scope.begin()
         if mailbox is not None:
             mailbox.do(mailbox.on_begun(scope))
@@ -190,7 +185,7 @@ class BatchingService(Service):
             ordered = [
                 each
                 for each in self._gatherings.values()
-                if each.mailbox is not None and each.mailbox.stopped is not None
+                if each.key.mailbox is not None and each.key.mailbox.stopped is not None
                 for _ in range(each.order_all())
             ]
         for gathering in ordered:

@@ -243,7 +243,8 @@ class GroupCall:
         for place, member in enumerate(self._members):
             if member != self._own_id:
                 first = self._first_on_host(member)
-                for part in (self._part(place), *self._parts_in(place)):
+                fills = [each for each in self._fills(place, None) if isinstance(each, _Carried)]
+                for part in (self._part(place), *(each.part for each in fills)):
                     readers[part, first].append(member)
         for (part, first), members in readers.items():
             if (len(members) == 1 and self.shared is None) or not part.lay():
@@ -295,11 +296,6 @@ class GroupCall:
 
     def _part(self, place: int) -> Part:
         return self._packings[self._key][self._forms[place]]
-
-    def _parts_in(self, place: int) -> list[Part]:
-        """Returns the parts that fill holes of the message to a member."""
-        fills = self._fills(place, None)
-        return [each.part for each in fills if isinstance(each, _Carried)]
 
     def _fills(self, place: int, item: Any) -> list[Any]:
         """Returns what fills the holes of the message to a member.

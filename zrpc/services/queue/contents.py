@@ -1,4 +1,4 @@
-"""What is in a queue, and who waits for it. No I/O and no lock in here.
+"""What is in a queue, and who waits for it. No I/O in here.
 
 Items leave in the order in which they came. Takers wait in a line, and so do putters: nobody
 passes another one. A queue is bounded by the number of its items and by their bytes. An item that
@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zrpc.errors import QueueClosed
+from zrpc.runtime.interrupts import UninterruptedLock
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +66,9 @@ class Waiter:
 
 
 class Contents:
-    """The items of a queue, and those that wait. For one thread at a time.
+    """The items of a queue, and those that wait. Any thread may call its methods.
 
-    Each event returns the waiters that now have what they waited for, or an error.
+    Each event lets those go on, by `Waiter.done`, that now have what they waited for, or an error.
 
     Args:
         max_items: the most items; 0 for no limit.
@@ -82,6 +83,8 @@ class Contents:
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items
         self._max_bytes = max_bytes
+        # Guards what follows. No other lock is taken while it is held.
+        self._lock = UninterruptedLock()
         self.items: deque[Item] = deque()
         self.nbytes = 0
         self.closed = False
@@ -96,38 +99,53 @@ class Contents:
             0 < self._max_bytes < self.nbytes + max(1, size)
         )
 
-    def add(self, waiter: Waiter) -> Sequence[Waiter]:
-        """Takes a call that puts or takes; it fails at once if it must not wait."""
-        self._line_of(waiter).append(waiter)
-        done = self._match()
-        if waiter.timeout == 0 and waiter not in done:
-            done = [*done, *self.remove(waiter, late(waiter))]
-        return done
+    def add(self, waiter: Waiter) -> bool:
+        """Takes a call that puts or takes; it fails at once if it must not wait.
 
-    def remove(self, waiter: Waiter, error: BaseException | None = None) -> Sequence[Waiter]:
-        """Removes a call that waits no longer, if it still does; with an error, it fails."""
-        line = self._line_of(waiter)
-        if waiter not in line:
-            return ()
-        line.remove(waiter)
-        waiter.error = error
-        return [waiter, *self._match()] if error is not None else self._match()
+        Returns:
+            Whether it is done at once. Then it is not told.
+        """
+        with self._lock:
+            self._line_of(waiter).append(waiter)
+            done = self._match()
+            if waiter.timeout == 0 and waiter not in done:
+                done += self._remove(waiter, late(waiter))
+        _tell([each for each in done if each is not waiter])
+        return waiter in done
+
+    def remove(self, waiter: Waiter, error: BaseException | None = None) -> None:
+        """Removes a call that waits no longer, if it still does; with an error, it is told."""
+        with self._lock:
+            done = self._remove(waiter, error)
+        _tell(done)
+
+    def give_back(self, items: Sequence[Item]) -> None:
+        """Puts items back to the front: their taker has not got them."""
+        with self._lock:
+            self.items.extendleft(reversed(items))
+            self.nbytes += _size(items)
+            done = self._match()
+        _tell(done)
+
+    def close(self) -> None:
+        """Takes no more items. Those that there are can be taken."""
+        with self._lock:
+            self.closed = True
+            done = self._match()
+        _tell(done)
 
     def _line_of(self, waiter: Waiter) -> deque[Waiter]:
         return self._takers if waiter.most else self._putters
 
-    def give_back(self, items: Sequence[Item]) -> Sequence[Waiter]:
-        """Puts items back to the front: their taker has not got them."""
-        self.items.extendleft(reversed(items))
-        self.nbytes += _size(items)
-        return self._match()
+    def _remove(self, waiter: Waiter, error: BaseException | None) -> list[Waiter]:
+        line = self._line_of(waiter)
+        if waiter not in line:
+            return []
+        line.remove(waiter)
+        waiter.error = error
+        return [*([] if error is None else [waiter]), *self._match()]
 
-    def close(self) -> Sequence[Waiter]:
-        """Takes no more items. Those that there are can be taken."""
-        self.closed = True
-        return self._match()
-
-    def _match(self) -> Sequence[Waiter]:
+    def _match(self) -> list[Waiter]:
         done: list[Waiter] = []
         while True:
             if self._takers and self.items:
@@ -156,6 +174,11 @@ class Contents:
 
 def _size(items: Sequence[Item]) -> int:
     return sum(item.size for item in items)
+
+
+def _tell(waiters: Sequence[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.done(waiter)
 
 
 def late(waiter: Waiter) -> BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import actor
@@ -12,7 +12,7 @@ from zrpc.calls.cancel_scope import current_scope
 from zrpc.errors import OptionError, RpcCancelledError, RpcError
 from zrpc.functions import DEFERRAL, Deferral
 from zrpc.runtime.event_loop import running_loop
-from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.queue.contents import Contents, Item, Waiter, late
 from zrpc.services.queue.size import measure
@@ -105,9 +105,7 @@ class Queue(Generic[T]):
                     f"expected bounds of 0 (no limit) or more, got maxsize={maxsize!r} and "
                     f"maxbytes={maxbytes!r}"
                 )
-        # Guards the contents. No other lock is taken while it is held.
-        self._lock = UninterruptedLock()
-        self._contents = Contents(maxsize, maxbytes)
+        self.contents = Contents(maxsize, maxbytes)
 
     @_waits
     def put(self, item: T, timeout: float | None = None) -> None:
@@ -156,28 +154,28 @@ class Queue(Generic[T]):
 
     def qsize(self) -> int:
         """Returns the number of items, which may change at once."""
-        return len(self._contents.items)
+        return len(self.contents.items)
 
     def empty(self) -> bool:
         """Returns whether there are no items."""
-        return not self._contents.items
+        return not self.contents.items
 
     def full(self) -> bool:
         """Returns whether a further item has to wait."""
-        return self._contents.full()
+        return self.contents.full()
 
     def close(self) -> None:
         """Takes no more items. Those that are there can be taken; then `get` raises.
 
         Calls that wait in `put` raise, too. It may be called again.
         """
-        self._change(self._contents.close)
+        self.contents.close()
 
     def __len__(self) -> int:
         return self.qsize()
 
     def __repr__(self) -> str:
-        contents = self._contents
+        contents = self.contents
         state = ", closed" if contents.closed else ""
         return f"<Queue of {len(contents.items)} items, {contents.nbytes} bytes{state}>"
 
@@ -185,40 +183,6 @@ class Queue(Generic[T]):
         raise RpcError(
             "a Queue can't be sent: make it by zrpc.remote, or put it into an RRef, and send that"
         )
-
-    # -- for the service -----------------------------------------------------------------
-
-    def ask(self, waiter: Waiter) -> bool:
-        """Lets a call put or take; returns whether it is done at once.
-
-        If it is not, ``waiter.done`` is called later, unless it leaves. With a timeout of 0, it is
-        done in any case.
-
-        :meta private:
-        """
-        with self._lock:
-            done = self._contents.add(waiter)
-        _tell([each for each in done if each is not waiter])
-        return waiter in done
-
-    def leave(self, waiter: Waiter, error: BaseException | None = None) -> None:
-        """Ends the wait of a call, if it still waits; with an error, it is told.
-
-        :meta private:
-        """
-        self._change(self._contents.remove, waiter, error)
-
-    def give_back(self, items: Sequence[Item]) -> None:
-        """Puts items back to the front, since their taker has not got them.
-
-        :meta private:
-        """
-        self._change(self._contents.give_back, items)
-
-    def _change(self, change: Callable[..., Sequence[Waiter]], *args: Any) -> None:
-        with self._lock:
-            done = change(*args)
-        _tell(done)
 
     # -- within this process ---------------------------------------------------------------
 
@@ -228,14 +192,14 @@ class Queue(Generic[T]):
         gate.acquire()
         waiter.done = lambda _: gate.release()
         try:
-            if not self.ask(waiter):
+            if not self.contents.add(waiter):
                 self._wait_for(waiter, gate)
             return waiter.result()
         except BaseException:  # Ctrl-C
             with uninterrupted:
-                self.leave(waiter)
+                self.contents.remove(waiter)
                 if waiter.most:
-                    self.give_back(waiter.items)
+                    self.contents.give_back(waiter.items)
                     waiter.items = []
             raise
         finally:
@@ -251,13 +215,8 @@ class Queue(Generic[T]):
         scope = current_scope()
         if scope is not None:  # of a handler: it must not outlive its caller
             gone = RpcCancelledError("the caller no longer waits for the answer")
-            scope.when_cancelled(functools.partial(self.leave, waiter, gone))
+            scope.when_cancelled(functools.partial(self.contents.remove, waiter, gone))
         seconds = -1 if waiter.timeout is None else min(waiter.timeout, threading.TIMEOUT_MAX)
         if not pass_gate(gate, seconds):
-            self.leave(waiter, late(waiter))
+            self.contents.remove(waiter, late(waiter))
             pass_gate(gate)  # if another thread is about to give it something, that is quick
-
-
-def _tell(waiters: Sequence[Waiter]) -> None:
-    for waiter in waiters:
-        waiter.done(waiter)

@@ -89,7 +89,7 @@ class QueueService(Service):
         self._used_at = now = time.monotonic()
         waiter.due = NEVER if waiter.timeout is None else now + waiter.timeout
         self._waiting[waiter] = queue
-        at_once = queue.ask(waiter)
+        at_once = queue.contents.add(waiter)
         if (mailbox := request.scope.mailbox) is not None:
             mailbox.do(mailbox.end(request.scope))  # the next call need not wait for the answer
         if at_once:
@@ -107,7 +107,7 @@ class QueueService(Service):
         waiting = list(self._waiting.items())
         for waiter, queue in waiting:
             if waiter.due <= now:
-                queue.leave(waiter, late(waiter))
+                queue.contents.remove(waiter, late(waiter))
         return min((waiter.due for waiter, _ in waiting if waiter.due > now), default=NEVER)
 
     def _check(self, request: Message, waiter: Waiter) -> None:
@@ -126,7 +126,7 @@ class QueueService(Service):
 
     def _leave(self, queue: Queue[Any], waiter: Waiter) -> None:
         self._waiting.pop(waiter, None)
-        queue.leave(waiter)
+        queue.contents.remove(waiter)
 
     def _answer_later(
         self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter
@@ -160,7 +160,7 @@ class QueueService(Service):
             self._take_back(key)
         elif not sent:  # an item can't be pickled: its taker has the error
             self._sent.pop(key, None)
-            queue.give_back([each for each in items if self._can_be_sent(request, each)])
+            queue.contents.give_back([each for each in items if self._can_be_sent(request, each)])
 
     def _can_be_sent(self, request: Message, item: Item) -> bool:
         encoder = self.agent.codec.answer_encoder(request)
@@ -193,7 +193,7 @@ class QueueService(Service):
         """Puts the items of an answer back to the front of their queue, once."""
         queue, items = self._sent.pop(key, (None, []))
         if queue is not None:
-            queue.give_back(items)
+            queue.contents.give_back(items)
 
     # -- events of the agent -------------------------------------------------------------
 
@@ -205,7 +205,7 @@ class QueueService(Service):
             if queue is not None:
                 back.setdefault(queue, []).extend(items)
         for queue, items in back.items():
-            queue.give_back(items)
+            queue.contents.give_back(items)
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
@@ -231,7 +231,7 @@ class QueueService(Service):
             for waiter, queue in list(self._waiting.items()):
                 what = "put an item" if waiter.most else "make room in the queue"
                 why = f"no worker will {what}: all have called shutdown, or this one leaves"
-                queue.leave(waiter, QueueClosed(why))
+                queue.contents.remove(waiter, QueueClosed(why))
 
     @override
     def close(self) -> None:

@@ -148,6 +148,11 @@ class Consumer(Source):
     # -- in the thread that wants items ----------------------------------------------------
 
     @override
+    def _begin(self) -> None:
+        if not self._waits:  # one that polls may do so for as long as it likes
+            self.asked = self.waited()
+
+    @override
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
         call, ident = self.call, threading.get_ident()
         call.waiters = (*call.waiters, ident)  # for `zrpc stacks`

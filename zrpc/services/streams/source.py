@@ -96,6 +96,7 @@ class Source(ABC):
             RpcTimeoutError: it took longer than the timeout; the stream is closed.
             Exception: see `has_items`.
         """
+        self._begin()
         while not self._look():
             gate = threading.Lock()
             gate.acquire()
@@ -112,6 +113,7 @@ class Source(ABC):
             StopAsyncIteration: there are none left.
         """
         loop = asyncio.get_running_loop()
+        self._begin()
         try:
             while not self._look():
                 woken = loop.create_future()
@@ -123,6 +125,9 @@ class Source(ABC):
                     self._forget_waker(waker)
         except StopIteration:
             raise StopAsyncIteration from None
+
+    def _begin(self) -> None:  # noqa: B027
+        """Notes that a reader wants an item."""
 
     def _look(self) -> bool:
         self.used_at, self.read_by = monotonic(), present_reader()
