@@ -146,20 +146,13 @@ def test_many_calls_at_once(hosts: Hosts) -> None:
     hosts.until_nothing_is_left()
 
 
-def test_a_value_for_some_of_a_host_goes_there_once(hosts: Hosts) -> None:
-    one, other = large(1), large(2)
-    values = zrpc.each([one, other, one, one])
-    found = zrpc.rpc_sync(hosts.group(*hosts.far), total, (values,))
+def test_values_for_some_and_what_shared_items_have_in_common_go_there_once(hosts: Hosts) -> None:
+    one, other, far = large(1), large(2), hosts.group(*hosts.far)
+    found = zrpc.rpc_sync(far, total, (zrpc.each([one, other, one, one]),))
     assert found == [total(one), total(other), total(one), total(one)]
     assert 2 * MIB < hosts.sent_to_far() < ALMOST * 2 * MIB
-    hosts.until_nothing_is_left()
-
-
-def test_what_shared_items_have_in_common_goes_once_to_each_host(hosts: Hosts) -> None:
-    tensor = large(1)
-    found = zrpc.rpc_sync(hosts.group(*hosts.far[:2]), total, (tensor, zrpc.share(range(9))))
-    assert found == [total(tensor)] * 9
-    assert hosts.sent_to_far() < ALMOST * MIB
+    assert zrpc.rpc_sync(far[:2], total, (one, zrpc.share(range(9)))) == [total(one)] * 9
+    assert hosts.sent_to_far() < ALMOST * 3 * MIB
     hosts.until_nothing_is_left()
 
 

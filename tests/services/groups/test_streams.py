@@ -15,7 +15,7 @@ import pytest
 
 import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
-from tests.services.streams.conftest import Tap
+from tests.services.streams.conftest import Tap, read_by_threads
 from tests.services.streams.test_ends import WAYS
 from tests.services.streams.test_items import count, mesh_is_empty
 from tests.support.gates import Gate
@@ -136,19 +136,7 @@ def test_a_stream_of_a_group_can_be_read_in_an_event_loop(caller: Mesh, gate: Ga
 
 def test_several_threads_share_the_items_of_a_group(caller: Mesh) -> None:
     stream = zrpc.rpc_stream(zrpc.group("*"), count, args=(300,), prefetch=5)
-    found: list[Any] = []
-
-    def take() -> None:
-        with caller.agent(0).as_current():
-            while (item := next(stream, None)) is not None:
-                found.append(item)
-
-    threads = [threading.Thread(target=take) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert sorted(found) == [(p, i) for p in range(3) for i in range(300)]
+    assert read_by_threads(stream, 3) == [(p, i) for p in range(3) for i in range(300)]
 
 
 # -- share -----------------------------------------------------------------------------------------
@@ -241,10 +229,16 @@ def test_the_items_of_a_member_that_dies_go_to_the_others(caller: Mesh, gate: Ga
     caller.agent(1).close()
     assert read(stream) == ([*range(1, 10)], {0: "WorkerDied"})
     gate.open()
-    # What nobody has begun, since no member is left, fails with executed=False.
+    # Those that a dead member has not begun go to the others, if there are any.
+    share = zrpc.share([-1, -2, -3])
+    assert zrpc.rpc_sync(group, abs, args=(share,)) == [1, 2, 3]
+    assert read(zrpc.rpc_stream(group, abs, args=(share,))) == ([1, 2, 3], {})
     caller.agent(2).close()
-    models = zrpc.group([zrpc.remote("worker0", Model)])
-    assert sorted(models.rpc_stream().length(zrpc.share(["a", "b"]))) == [1, 1]
+    until(lambda: len(zrpc.get_worker_infos()) == 1)
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync(group, abs, args=(share,))
+    errors: Any = caught.value.errors
+    assert [errors[item].executed for item in range(3)] == [False] * 3
 
 
 @pytest.mark.system

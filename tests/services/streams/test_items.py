@@ -11,7 +11,7 @@ import torch
 
 import zrpc
 import zrpc.autograd
-from tests.services.streams.conftest import Tap
+from tests.services.streams.conftest import Tap, read_by_threads
 from tests.support.identity import Same
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
@@ -140,18 +140,7 @@ def test_a_generator_that_never_rests_lets_other_handlers_run(caller: Mesh) -> N
 
 def test_several_threads_share_the_items(caller: Mesh) -> None:
     stream = zrpc.rpc_stream("worker1", count, args=(3000,), prefetch=16)
-    found: list[int] = []
-
-    def read() -> None:
-        while (item := next(stream, None)) is not None:
-            found.append(item)
-
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(SOON)
-    assert sorted(found) == list(range(3000))
+    assert read_by_threads(stream, 4) == list(range(3000))
 
 
 def doubled(to: str, n: int) -> Iterator[int]:
