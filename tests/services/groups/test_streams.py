@@ -9,12 +9,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import zrpc
-from tests.services.elastic.conftest import elastic, events  # noqa: F401
 from tests.services.streams.conftest import Tap, read_by_threads
 from tests.services.streams.test_ends import WAYS
 from tests.services.streams.test_items import count, mesh_is_empty
@@ -22,9 +21,6 @@ from tests.support.gates import Gate
 from tests.support.identity import here
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, local_mesh
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90, options={"rpc_timeout": 40})
 
@@ -241,25 +237,6 @@ def test_the_items_of_a_member_that_dies_go_to_the_others(caller: Mesh, gate: Ga
     assert [errors[item].executed for item in range(3)] == [False] * 3
 
 
-@pytest.mark.system
-def test_a_worker_that_joins_takes_items_of_a_stream(elastic: Elastic, gate: Gate) -> None:  # noqa: F811
-    def work(item: int) -> str:
-        name = zrpc.get_worker_info().name
-        return gate.wait_inside(name) if item == 0 else name
-
-    first, _ = elastic.join_all(2)
-    with first.as_current():
-        group = zrpc.group("w[1-9]", live=True)
-        stream = zrpc.rpc_stream(group, here(work), args=(zrpc.share(range(5)),))
-        gate.await_entry()
-        elastic.join("w4")
-        assert [next(stream) for _ in range(4)] == ["w4"] * 4
-        gate.open()
-        assert list(stream) == ["w1"]
-        # Without share, those that match when the stream begins.
-        assert {place for place, _ in zrpc.rpc_stream(group, count, args=(1,))} == {0, 1}
-
-
 # -- ends ------------------------------------------------------------------------------------------
 
 
@@ -329,22 +306,6 @@ def test_what_can_not_be_pickled_for_one_member_fails_for_it(caller: Mesh) -> No
 
 def iterate(items: Any) -> Iterator[Any]:
     yield from items
-
-
-def test_the_death_of_one_producer_leaves_the_others(caller: Mesh, gate: Gate) -> None:
-    def run(place: int) -> Iterator[Any]:
-        yield 0
-        if place == 1:
-            gate.wait_inside()
-        yield 1
-
-    stream = zrpc.rpc_stream(zrpc.group("*"), here(run), args=(zrpc.each(range(3)),))
-    found = [next(stream) for _ in range(5)]
-    gate.await_entry()
-    caller.agent(1).close()
-    assert read(stream) == ([], {1: "WorkerDied"})
-    assert sorted(found) == [(0, 0), (0, 1), (1, 0), (2, 0), (2, 1)]
-    gate.open()
 
 
 @pytest.mark.system
