@@ -151,14 +151,14 @@ class GroupService(Service, MessageHooks):
         super().__init__(agent)
         self.shm = agent.service(SharedMemoryService)
         self.gates = Gates()
+        self._numbers = itertools.count(1)
+        # The parts that calls in flight name, and who hands each on. The calls keep them; when the
+        # last one is settled, any thread may append to the second. Single operations are atomic.
+        self._lent: dict[int, tuple[weakref.KeyedRef[int, Part], dict[MemberId, MemberId]]] = {}
+        self._ended: deque[weakref.KeyedRef[int, Part]] = deque()
         # Guards what follows; no other lock is taken while it is held.
         self._lock = UninterruptedLock()
         self._counts = {"group_bytes_packed": 0, "group_bytes_sent": 0}
-        self._numbers = itertools.count(1)
-        # The parts that calls in flight name, and the relays that have got each. The calls keep
-        # them; when the last one is settled, any thread may append to the second.
-        self._lent: dict[int, tuple[weakref.KeyedRef[int, Part], set[MemberId]]] = {}
-        self._ended: deque[weakref.KeyedRef[int, Part]] = deque()
         # What this worker hands on, by the caller and its number there.
         self._copies: dict[tuple[MemberId, int], Future[Part | None]] = {}
 
@@ -185,23 +185,13 @@ class GroupService(Service, MessageHooks):
     def lend(self, part: Part) -> int:
         """Numbers a part; members can ask for that number as long as the part lives."""
         number = next(self._numbers)
-        with self._lock:
-            self._lent[number] = weakref.KeyedRef(part, self._ended.append, number), set()
+        self._lent[number] = weakref.KeyedRef(part, self._ended.append, number), part.relays
         return number
 
-    def lent(self, number: int, relay: MemberId | None) -> Part | None:
-        """Returns a part that was lent, for a worker that asks for it; None if it has ended.
-
-        Args:
-            number: the part's.
-            relay: the worker, if it is to be told when the part is not needed any longer.
-        """
-        with self._lock:
-            ref, relays = self._lent.get(number, (None, set()))
-            part = None if ref is None else ref()
-            if part is not None and relay is not None:
-                relays.add(relay)
-        return part
+    def lent(self, number: int) -> Part | None:
+        """Returns a part that was lent, for a worker that asks for it; None if it has ended."""
+        ref, _ = self._lent.get(number, (None, {}))
+        return None if ref is None else ref()
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
@@ -211,9 +201,8 @@ class GroupService(Service, MessageHooks):
         """Tells the relays of parts that no call needs any longer."""
         while self._ended:
             number = self._ended.popleft().key
-            with self._lock:
-                _, relays = self._lent.pop(number)
-            for relay in relays:
+            _, relays = self._lent.pop(number)
+            for relay in set(relays.values()):
                 self.agent.outbox.post(relay, Message(Kind.UNNEEDED, body=_NUMBER.pack(number)))
 
     # -- a member ----------------------------------------------------------------------------
@@ -237,7 +226,7 @@ class GroupService(Service, MessageHooks):
         with contextlib.suppress(Exception):
             blocks = context.run(self._ask, relay, _handed_on, caller, number, timeout=patience)
         if blocks is None:
-            blocks = context.run(self._ask, caller, _part, number, None)
+            blocks = context.run(self._ask, caller, _part, number)
         if blocks is None:
             raise RpcCancelledError(
                 "expected a caller that waits for the answer, found that it no longer has the "
@@ -275,7 +264,7 @@ class GroupService(Service, MessageHooks):
         caller, number = key
         part = None
         with contextlib.suppress(Exception):  # the members ask the caller themselves
-            blocks = self._ask(caller, _part, number, self.agent.membership.own_id)
+            blocks = self._ask(caller, _part, number)
             if blocks is not None:
                 part = Part(self, blocks)
                 part.lay()
@@ -309,8 +298,8 @@ class GroupService(Service, MessageHooks):
 # The functions that workers call on each other.
 
 
-def _part(number: int, relay: MemberId | None) -> Part | None:
-    return current_agent().service(GroupService).lent(number, relay)
+def _part(number: int) -> Part | None:
+    return current_agent().service(GroupService).lent(number)
 
 
 @async_execution
