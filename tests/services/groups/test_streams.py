@@ -309,12 +309,20 @@ def iterate(items: Any) -> Iterator[Any]:
 
 
 @pytest.mark.system
-def test_the_time_of_members_counts_only_while_the_reader_waits(caller: Mesh) -> None:
-    stream = zrpc.rpc_stream(zrpc.group("*"), count, args=(3,), timeout=1.5, prefetch=1)
-    for _ in range(4):
+def test_the_time_of_members_counts_only_while_the_reader_waits(caller: Mesh, gate: Gate) -> None:
+    def run(place: int) -> Iterator[Any]:
+        if place:
+            yield gate.wait_inside("late")
+        else:
+            yield from range(3)
+            gate.open()
+
+    workers = zrpc.group(["worker1", "worker2"])
+    stream = zrpc.rpc_stream(workers, here(run), args=(zrpc.each(range(2)),), timeout=1, prefetch=1)
+    for number in range(3):
         time.sleep(0.5)
-        next(stream)
-    assert len(list(stream)) == 5
+        assert next(stream) == (0, number)
+    assert list(stream) == [(1, "late")]
 
 
 def test_a_deadline_holds_for_all_members(caller: Mesh) -> None:
