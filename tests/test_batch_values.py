@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zrpc.batch_values import Call, Columns, form_of, rows
+from zrpc.batch_values import Call, columns, form_of, rows
 from zrpc.errors import RpcError
 
 
@@ -21,18 +21,17 @@ def call(*args: Any, **kwargs: Any) -> Call:
 
 
 def test_each_argument_becomes_a_list() -> None:
-    columns = Columns([call(1, "a", k=2.0), call(3, "b", k=4.0)], stack=False)
-    assert columns.args == ([1, 3], ["a", "b"])
-    assert columns.kwargs == {"k": [2.0, 4.0]}
+    found = columns([call(1, "a", k=2.0), call(3, "b", k=4.0)], stack=False)
+    assert found == (([1, 3], ["a", "b"]), {"k": [2.0, 4.0]})
 
 
 def test_the_object_of_a_method_stays_single() -> None:
-    assert Columns([call(1), call(2)], False, ("self",)).args == ("self", [1, 2])
+    assert columns([call(1), call(2)], False, ("self",)) == (("self", [1, 2]), {})
 
 
 def test_a_call_without_arguments_is_refused() -> None:
     with pytest.raises(RpcError, match="expected a call with an argument, found none"):
-        Columns([call()], stack=False)
+        columns([call()], stack=False)
 
 
 def test_tensors_of_nested_structures_are_stacked_and_taken_apart() -> None:
@@ -40,13 +39,12 @@ def test_tensors_of_nested_structures_are_stacked_and_taken_apart() -> None:
         call({"x": torch.full((2,), float(i)), "s": State([torch.tensor(i)], f"n{i}")}, y=i)
         for i in range(3)
     ]
-    columns = Columns(given, stack=True)
-    (tree,) = columns.args
+    (tree,), kwargs = columns(given, stack=True)
     assert tree["x"].shape == (3, 2)
     assert isinstance(tree["s"], State)
     assert torch.equal(tree["s"].hidden[0], torch.arange(3))
     assert tree["s"].cell == ["n0", "n1", "n2"]
-    assert columns.kwargs == {"y": [0, 1, 2]}
+    assert kwargs == {"y": [0, 1, 2]}
     for (args, _), row in zip(given, rows(tree, 3, True, "f"), strict=True):
         assert torch.equal(row["x"], args[0]["x"])
         assert row["s"].cell == args[0]["s"].cell
@@ -57,24 +55,22 @@ def test_keyword_arguments_may_be_in_any_order() -> None:
     one, two = call(a=torch.zeros(1), b=torch.ones(2)), call(b=torch.ones(2), a=torch.zeros(1))
     for stack in (False, True):
         assert form_of(one, stack) == form_of(two, stack)
-        assert [len(v) for v in Columns([one, two], stack).kwargs.values()] == [2, 2]
-    assert Columns([one, two], stack=True).kwargs["b"].shape == (2, 2)
+        assert [len(v) for v in columns([one, two], stack)[1].values()] == [2, 2]
+    assert columns([one, two], stack=True)[1]["b"].shape == (2, 2)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_what_can_not_be_stacked_is_in_another_batch() -> None:
+    form = form_of(call(torch.ones(2)), True)
+    assert form_of(call(torch.zeros(2)), True) == form
+    for other in (
         call(torch.ones(3)),
         call(torch.ones(2, dtype=torch.float64)),
         call([torch.ones(2)]),
         call(torch.ones(2), 1),
         call(x=torch.ones(2)),
         call(2),
-    ],
-)
-def test_what_can_not_be_stacked_is_in_another_batch(other: Call) -> None:
-    assert form_of(call(torch.ones(2)), True) != form_of(other, True)
-    assert form_of(call(torch.zeros(2)), True) == form_of(call(torch.ones(2)), True)
+    ):
+        assert form_of(other, True) != form
 
 
 def test_without_stacking_only_the_names_and_numbers_of_arguments_matter() -> None:
@@ -82,11 +78,11 @@ def test_without_stacking_only_the_names_and_numbers_of_arguments_matter() -> No
     assert form_of(call(1), False) != form_of(call(1, 2), False) != form_of(call(k=1), False)
 
 
-@pytest.mark.parametrize("stack", [False, True])
-@pytest.mark.parametrize("result", [[1, 2], (1, 2)])
-def test_a_list_of_the_wrong_length_is_refused_with_both_numbers(stack: bool, result: Any) -> None:
-    with pytest.raises(RpcError, match=r"3 .*found"):
-        rows(result, 3, stack, "f")
+def test_a_list_of_the_wrong_length_is_refused_with_both_numbers() -> None:
+    for result in ([1, 2], (1, 2)):
+        for stack in (False, True):
+            with pytest.raises(RpcError, match=r"3 .*found"):
+                rows(result, 3, stack, "f")
 
 
 def test_what_is_no_list_is_refused() -> None:
@@ -97,20 +93,18 @@ def test_what_is_no_list_is_refused() -> None:
         rows(torch.ones(2), 2, False, "f")
 
 
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
+def test_a_stacked_result_must_have_a_row_for_each_call() -> None:
+    wrong: list[tuple[Any, str]] = [
         (torch.ones(3, 2), r"shape \(3, 2\)"),
         (torch.tensor(1.0), r"shape \(\)"),
         ({"a": torch.ones(2), "b": 1}, "a int"),
         ((torch.ones(2), [1]), "a list of 1"),
         ([torch.ones(4), torch.ones(4)], r"shape \(4,\)"),
         (None, "None"),
-    ],
-)
-def test_a_stacked_result_must_have_a_row_for_each_call(result: Any, found: str) -> None:
-    with pytest.raises(RpcError, match=f"2 .*found .*{found}"):
-        rows(result, 2, True, "f")
+    ]
+    for result, found in wrong:
+        with pytest.raises(RpcError, match=f"2 .*found .*{found}"):
+            rows(result, 2, True, "f")
 
 
 def test_a_stacked_result_may_have_none_and_lists_beside_tensors() -> None:

@@ -76,7 +76,7 @@ NEIGHBOURS = {
 }
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
 _SURFACE = {
-    "zrpc.runtime": """adaptive_spin allocator compiler context_thread event_loop forks
+    "zrpc.runtime": """adaptive_spin alarm allocator compiler context_thread event_loop forks
         garbage_collector gates green_threads interrupts leader_follower
         resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
     "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message
@@ -92,8 +92,8 @@ _SURFACE = {
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service
         batching.service collectives debugger.prompt debugger.service devices.service
-        elastic.join elastic.limits groups.arguments groups.future groups.gathering groups.group
-        groups.relay groups.service inspection.discovery inspection.rates inspection.report
+        elastic.join elastic.limits groups.arguments groups.future groups.group
+        groups.service inspection.discovery inspection.rates inspection.report
         inspection.service inspection.snapshot metrics.service names.claims names.service
         queue.service rref.rref rref.service shm.segments shm.service streams.service
         streams.stream tracing.service weights.publisher weights.service weights.subscriber""",

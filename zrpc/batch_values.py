@@ -14,34 +14,29 @@ from zrpc.errors import RpcError
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Columns:
-    """The arguments of the calls of a batch: for each argument, the values of all calls.
+def columns(calls: Sequence[Call], stack: bool, receiver: tuple[Any, ...] = ()) -> Call:
+    """Returns the arguments of a batch: for each argument, the values of all calls.
 
     Args:
         calls: of the same form, see `form_of`.
         stack: whether tensors are stacked; otherwise each argument becomes a list.
         receiver: the object of a method, which comes first; else empty.
 
-    Attributes:
-        args, kwargs: of the call of the function.
-
     Raises:
         RpcError: the calls have no arguments, so the function could not know their number.
     """
-
-    def __init__(self, calls: Sequence[Call], stack: bool, receiver: tuple[Any, ...] = ()) -> None:
-        args, kwargs = calls[0]
-        if not args and not kwargs:
-            raise RpcError(
-                "expected a call with an argument, found none: a batched function learns the "
-                "number of calls from the lists of their arguments"
-            )
-        if stack:
-            args, self.kwargs = _stacked(calls)
-        else:
-            args = tuple(list(values) for values in zip(*(each for each, _ in calls), strict=True))
-            self.kwargs = {name: [each[name] for _, each in calls] for name in kwargs}
-        self.args = (*receiver, *args)
+    args, kwargs = calls[0]
+    if not args and not kwargs:
+        raise RpcError(
+            "expected a call with an argument, found none: a batched function learns the number of "
+            "calls from the lists of their arguments"
+        )
+    if stack:
+        args, kwargs = _stacked(calls)
+    else:
+        args = tuple(list(values) for values in zip(*(each for each, _ in calls), strict=True))
+        kwargs = {name: [each[name] for _, each in calls] for name in kwargs}
+    return (*receiver, *args), kwargs
 
 
 def form_of(call: Call, stack: bool) -> Hashable:
@@ -92,13 +87,13 @@ def _stacked(calls: Sequence[Call]) -> Call:
     # By the order of the first call: the keyword arguments of others may be in another one.
     names = list(calls[0][1])
     others = [tree_leaves((args, {name: kwargs[name] for name in names})) for args, kwargs in calls]
-    columns = [
+    stacked = [
         torch.stack(list(values)) if isinstance(values[0], torch.Tensor) else list(values)
         for values in zip(*others, strict=True)
     ]
-    assert len(columns) == len(first)
-    stacked: Call = tree_unflatten(columns, structure)
-    return stacked
+    assert len(stacked) == len(first)
+    found: Call = tree_unflatten(stacked, structure)
+    return found
 
 
 def _taken_apart(result: Any, count: int, name: str) -> list[Any]:
@@ -108,8 +103,8 @@ def _taken_apart(result: Any, count: int, name: str) -> list[Any]:
             f"expected tensors with a first dimension of {count} as the result of the batched "
             f"function {name}, found {_described(result)}"
         )
-    columns = [_column(each, count, name) for each in parts]
-    return [tree_unflatten([take(place) for take in columns], structure) for place in range(count)]
+    takes = [_column(each, count, name) for each in parts]
+    return [tree_unflatten([take(place) for take in takes], structure) for place in range(count)]
 
 
 def _column(part: Any, count: int, name: str) -> Callable[[int], Any]:

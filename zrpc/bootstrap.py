@@ -48,7 +48,6 @@ from zrpc.services.debugger.service import DebuggerService
 from zrpc.services.devices.service import DeviceService
 from zrpc.services.elastic.join import join_running
 from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
-from zrpc.services.groups.relay import RelayService
 from zrpc.services.groups.service import GroupService
 from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
@@ -70,7 +69,6 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     ActorService,
     NameService,
     GroupService,
-    RelayService,
     StreamService,
     AutogradService,
     InspectionService,

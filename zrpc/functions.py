@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from zrpc.batch_values import Columns, rows
+from zrpc.batch_values import Call, columns, rows
 from zrpc.errors import OptionError
 
 __all__ = ["async_execution", "batched"]
@@ -101,10 +101,10 @@ class Batching(Deferral):
                     return args[:1]
         return ()
 
-    def of_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Columns:
+    def of_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Returns the arguments of a batch of one call."""
         receiver = self.receiver(args)
-        return Columns([(args[len(receiver) :], kwargs)], self.stack, receiver)
+        return columns([(args[len(receiver) :], kwargs)], self.stack, receiver)
 
     def only(self, result: Any) -> Any:
         """Returns the result of the only call of a batch, or raises it if it is an exception."""
@@ -213,15 +213,15 @@ def _batched(fn: Any, *, max_size: int, max_wait: float, stack: bool) -> Any:
     if inspect.iscoroutinefunction(fn):
 
         async def of_coroutine(*args: Any, **kwargs: Any) -> Any:
-            columns = batching.of_one(args, kwargs)
-            return batching.only(await fn(*columns.args, **columns.kwargs))
+            args, kwargs = batching.of_one(args, kwargs)
+            return batching.only(await fn(*args, **kwargs))
 
         wrapper = of_coroutine
     else:
 
         def of_function(*args: Any, **kwargs: Any) -> Any:
-            columns = batching.of_one(args, kwargs)
-            return batching.only(fn(*columns.args, **columns.kwargs))
+            args, kwargs = batching.of_one(args, kwargs)
+            return batching.only(fn(*args, **kwargs))
 
         wrapper = of_function
     functools.update_wrapper(wrapper, fn)

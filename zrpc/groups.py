@@ -9,8 +9,7 @@ from zrpc.agent.current import current_agent
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.groups.arguments import Each, Share, Split
-from zrpc.services.groups.gathering import gather
-from zrpc.services.groups.group import RRefGroup, WorkerGroup
+from zrpc.services.groups.group import RRefGroup, WorkerGroup, gather
 from zrpc.services.rref.rref import RRef
 
 __all__ = ["each", "group", "share", "split"]

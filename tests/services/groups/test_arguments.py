@@ -49,35 +49,23 @@ def test_each_tensor_and_each_list_of_a_structure_is_divided() -> None:
     assert first["name"] == "n"
 
 
-def test_a_named_tuple_keeps_its_type() -> None:
+def test_named_tuples_are_structures_and_other_sequences_are_divided() -> None:
     first, second = parts(Batch(torch.arange(3), 0.1), 2)
     assert isinstance(first, Batch)
-    assert first.seen.tolist() == [0, 1]
-    assert second.seen.tolist() == [2]
-    assert second.reward == 0.1
-
-
-def test_a_list_of_tensors_is_a_list() -> None:
-    """Prompts, say, which differ in their length."""
-    prompts = [torch.arange(length) for length in (3, 1, 2)]
-    first, second = parts(prompts, 2)
+    assert (first.seen.tolist(), second.seen.tolist(), second.reward) == ([0, 1], [2], 0.1)
+    # A list of tensors too: prompts, say, which differ in their length.
+    first, second = parts([torch.arange(length) for length in (3, 1, 2)], 2)
     assert [len(each) for each in first] == [3, 1]
     assert [len(each) for each in second] == [2]
-
-
-def test_a_tuple_without_tensors_is_a_sequence() -> None:
     assert parts(("a", "b", "c"), 2) == [("a", "b"), ("c",)]
-
-
-def test_a_deque_is_a_sequence() -> None:
     assert parts(deque("abc"), 2) == [deque("ab"), deque("c")]
     assert parts({"seen": deque([1])}, 2) == [{"seen": deque([1])}, {"seen": deque()}]
 
 
-@pytest.mark.parametrize("value", [5, "text", b"bytes", None, object()])
-def test_what_has_no_parts_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match="expected a tensor, a sequence, or a structure"):
-        parts(value, 2)
+def test_what_has_no_parts_is_refused() -> None:
+    for value in (5, "text", b"bytes", None, object()):
+        with pytest.raises(TypeError, match="expected a tensor, a sequence, or a structure"):
+            parts(value, 2)
 
 
 def test_a_dimension_that_is_missing_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import threading
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,11 +39,6 @@ class Counter:
         self.count += number
         return self.count
 
-    def fail(self, at: int) -> int:
-        if self.count == at:
-            raise LookupError(at)
-        return self.count
-
     def __getitem__(self, key: Any) -> Any:
         return self.count, key
 
@@ -50,71 +46,48 @@ class Counter:
 # -- the sequence ----------------------------------------------------------------------------------
 
 
-def test_a_pattern_matches_the_caller_too(joined: Mesh) -> None:
-    assert [*zrpc.group("*")] == joined.names
+def test_a_group_is_a_sequence(caller: Mesh) -> None:
+    assert [*zrpc.group("*")] == caller.names  # the caller too
     assert [*zrpc.group("worker[12]")] == ["worker1", "worker2"]
-    assert [*zrpc.group("worker3")] == ["worker3"]
-
-
-def test_a_group_is_a_sequence(joined: Mesh) -> None:
     group = zrpc.group(["worker2", 0, zrpc.get_worker_info("worker1")])
     assert isinstance(group, Sequence)
     assert [*group] == ["worker2", "worker0", "worker1"]
-    assert len(group) == 3
-    assert group[-1] == "worker1"
-    assert group.index("worker0") == 1
+    assert (len(group), group[-1], group.index("worker0")) == (3, "worker1", 1)
     assert "worker3" not in group
     assert zrpc.get_worker_info("worker2") in group
     assert [*reversed(group)] == ["worker1", "worker0", "worker2"]
     assert group.count("worker1") == 1
     assert zrpc.rpc_sync(group[1:], name) == ["worker0", "worker1"]
     assert "worker2, worker0, worker1" in repr(group)
-
-
-def test_a_worker_may_be_in_a_group_twice(joined: Mesh) -> None:
     assert zrpc.rpc_sync(zrpc.group(["worker1"] * 3), name) == ["worker1"] * 3
 
 
-def test_an_empty_slice_calls_nobody(joined: Mesh) -> None:
-    group = zrpc.group("*")
-    assert zrpc.rpc_sync(group[4:], name) == []
-    assert len(zrpc.remote(group[4:], list)) == 0
-    assert zrpc.rpc_sync(group[4:], echo, args=(zrpc.each([]), zrpc.split([1]))) == []
+def test_an_empty_slice_calls_nobody(caller: Mesh) -> None:
+    empty = zrpc.group("*")[4:]
+    assert zrpc.rpc_sync(empty, name) == []
+    assert len(zrpc.remote(empty, list)) == 0
+    assert zrpc.rpc_sync(empty, echo, args=(zrpc.each([]), zrpc.split([1]))) == []
     with pytest.raises(ValueError, match=r"expected each\(\) of 0 values"):
-        zrpc.rpc_sync(group[4:], echo, args=(zrpc.each([1]),))
+        zrpc.rpc_sync(empty, echo, args=(zrpc.each([1]),))
 
 
-@pytest.mark.parametrize(
-    ("members", "error", "text"),
-    [
-        ("nobody*", zrpc.RpcError, "names match 'nobody\\*', found none; there are worker0"),
-        ([], ValueError, "expected members"),
-        (["worker1", "worker9"], zrpc.RpcError, "could not find destination 'worker9'"),
-        (["worker1", 1.5], TypeError, "found one of type float"),
-    ],
-)
-def test_a_group_needs_members(
-    joined: Mesh, members: Any, error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
-        zrpc.group(members)
+def test_members_that_can_not_be_are_refused(caller: Mesh) -> None:
+    refused: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+        ("no*", {}, zrpc.RpcError, r"names match 'no\*', found none; there are worker0"),
+        ([], {}, ValueError, "expected members"),
+        (["worker9"], {}, zrpc.RpcError, "could not find destination 'worker9'"),
+        (["worker1", 1.5], {}, TypeError, "found one of type float"),
+        (["worker1", zrpc.RRef(1)], {}, TypeError, "or RRefs and nothing else"),
+        (["worker1"], {"live": True}, ValueError, "expected a pattern"),
+        ("*", {"size": 0}, ValueError, "expected a size of 1 or more"),
+        ("*", {"size": 5, "timeout": 0.01}, zrpc.RpcTimeoutError, r"5 workers.*found 4: worker0"),
+    ]
+    for members, options, error, text in refused:
+        with pytest.raises(error, match=text):
+            zrpc.group(members, **options)
 
 
-def test_workers_and_references_are_not_mixed(joined: Mesh) -> None:
-    with pytest.raises(TypeError, match="or RRefs and nothing else"):
-        zrpc.group(["worker1", zrpc.RRef(1)])
-    with pytest.raises(ValueError, match="expected a pattern"):
-        zrpc.group(["worker1"], live=True)
-    with pytest.raises(ValueError, match="expected a size of 1 or more"):
-        zrpc.group("*", size=0)
-
-
-def test_too_few_workers_in_time(joined: Mesh) -> None:
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"expected 5 workers.*found 4: worker0"):
-        zrpc.group("*", size=5, timeout=0.01)
-
-
-def test_a_group_can_be_sent(joined: Mesh) -> None:
+def test_a_group_can_be_sent(caller: Mesh) -> None:
     group = zrpc.group("worker[01]")
     assert zrpc.rpc_sync("worker3", zrpc.rpc_sync, args=(group, name)) == ["worker0", "worker1"]
     values = zrpc.remote(group, Counter, args=(zrpc.each([1, 2]),))
@@ -124,12 +97,7 @@ def test_a_group_can_be_sent(joined: Mesh) -> None:
 # -- what is called --------------------------------------------------------------------------------
 
 
-def test_results_are_in_the_order_of_the_group(joined: Mesh) -> None:
-    assert zrpc.rpc_sync(zrpc.group("*")[::-1], name) == joined.names[::-1]
-    assert zrpc.rpc_async(zrpc.group("*"), name).wait() == joined.names
-
-
-def test_each_member_gets_its_arguments(joined: Mesh) -> None:
+def test_each_member_gets_its_arguments(caller: Mesh) -> None:
     args = (1, zrpc.split([1, 2, 3, 4, 5]), [zrpc.each("abcd")])
     found = zrpc.rpc_sync(zrpc.group("*"), echo, args, {"more": {"x": zrpc.split(torch.arange(4))}})
     assert [each[0] for each in found] == [
@@ -139,19 +107,21 @@ def test_each_member_gets_its_arguments(joined: Mesh) -> None:
         (1, [5], ["d"]),
     ]
     assert [each[1]["more"]["x"].item() for each in found] == [0, 1, 2, 3]
-
-
-def test_a_closure_is_called_on_all(joined: Mesh) -> None:
-    base = torch.ones(1000) * 5
-    found = zrpc.rpc_sync(zrpc.group("*"), lambda i: base.sum().item() + i, (zrpc.each(range(4)),))
-    assert found == [5000.0, 5001.0, 5002.0, 5003.0]
-
-
-def test_members_get_empty_parts(joined: Mesh) -> None:
     assert zrpc.rpc_sync(zrpc.group("*"), len, (zrpc.split([7]),)) == [1, 0, 0, 0]
 
 
-def test_wrong_counts_are_refused_before_anything_is_sent(joined: Mesh) -> None:
+def test_closures_and_coroutines_are_called_on_all(caller: Mesh) -> None:
+    base = torch.ones(1000) * 5
+
+    async def later(number: int) -> float:
+        return base.sum().item() + number
+
+    for function in (lambda i: base.sum().item() + i, later):
+        found = zrpc.rpc_sync(zrpc.group("*"), function, (zrpc.each(range(4)),))
+        assert found == [5000.0, 5001.0, 5002.0, 5003.0]
+
+
+def test_what_is_wrong_for_all_is_refused_before_anything_is_sent(caller: Mesh) -> None:
     group = zrpc.group("*")
     with pytest.raises(ValueError, match="each"):
         zrpc.rpc_sync(group, echo, args=(zrpc.split([1, 2]), {"deep": zrpc.each([1, 2, 3])}))
@@ -159,18 +129,13 @@ def test_wrong_counts_are_refused_before_anything_is_sent(joined: Mesh) -> None:
         zrpc.rpc_async(group, echo, args=(zrpc.split(7),))
     with pytest.raises(ValueError, match="each"):
         zrpc.remote(group, echo, args=(zrpc.each([]),))
+    with pytest.raises(zrpc.SerializationError):
+        zrpc.rpc_sync(group, echo, args=(threading.Lock(),))
     assert not zrpc.stats().calls
 
 
-def test_coroutines_and_futures_are_awaited(joined: Mesh) -> None:
-    async def later(number: int) -> int:
-        return number + 1
-
-    assert zrpc.rpc_sync(zrpc.group("*"), later, (zrpc.each(range(4)),)) == [1, 2, 3, 4]
-
-
-def test_a_future_has_one_part_for_each_member(joined: Mesh, gate: Gate) -> None:
-    future = zrpc.rpc_async(zrpc.group("worker[123]"), gate.wait_inside, (zrpc.each("abc"),))
+def test_a_future_has_one_part_for_each_member(caller: Mesh, gate: Gate) -> None:
+    future = zrpc.rpc_async(zrpc.group("worker[321]"), gate.wait_inside, (zrpc.each("abc"),))
     gate.await_entry(3)
     assert not future.done()
     gate.open()
@@ -178,60 +143,75 @@ def test_a_future_has_one_part_for_each_member(joined: Mesh, gate: Gate) -> None
     assert [part.wait() for part in future.parts] == future.wait() == ["a", "b", "c"]
     assert future.then(lambda done: len(done.wait())).wait() == 3
 
-
-def test_a_future_of_a_group_can_be_awaited(joined: Mesh) -> None:
     async def call() -> Any:
-        return await zrpc.rpc_async(zrpc.group("worker[12]"), name)
+        return await zrpc.rpc_async(zrpc.group("*")[::-1], name)
 
-    assert zrpc.rpc_sync("worker3", call) == ["worker1", "worker2"]
+    assert zrpc.rpc_sync("worker3", call) == caller.names[::-1]
 
 
 # -- references ------------------------------------------------------------------------------------
 
 
-def test_a_group_of_references(joined: Mesh) -> None:
+def test_a_group_of_references(caller: Mesh) -> None:
     values = zrpc.remote(zrpc.group("*"), Counter, args=(zrpc.each([1, 2, 3, 4]),))
-    assert [value.owner_name() for value in values] == joined.names
+    assert [value.owner_name() for value in values] == caller.names
     assert values.rpc_sync().add(10) == [11, 12, 13, 14]
     assert values[2:].rpc_async().add(zrpc.each([1, 2])).wait() == [14, 16]
     assert values.rpc_sync().__getitem__("k") == [(11, "k"), (12, "k"), (14, "k"), (16, "k")]
-    assert values[0] in values
     assert values.index(values[3]) == 3
     assert [*zrpc.group([values[3], values[0]]).rpc_sync().add(0)] == [16, 11]
-
-
-def test_methods_make_references(joined: Mesh) -> None:
-    values = zrpc.remote(zrpc.group("*"), Counter, args=(0,))
     made = values.remote().add(zrpc.each([1, 2, 3, 4]))
-    assert [value.to_here() for value in made] == [1, 2, 3, 4]
+    assert [value.to_here() for value in made] == [12, 14, 17, 20]
     with pytest.raises(zrpc.GroupError, match="has no attribute 'missing'") as caught:
         values.remote().missing()
     assert {type(error) for error in caught.value.errors.values()} == {AttributeError}
 
 
-def test_references_in_the_arguments_count_for_each_member(joined: Mesh) -> None:
+def test_references_in_the_arguments_count_for_each_member(caller: Mesh) -> None:
     shared = zrpc.remote("worker1", Counter, args=(1,))
     group = zrpc.group("*")
 
     def use(rref: Any, own: Any, both: list[Any]) -> Any:
-        return rref.rpc_sync().add(1), own.rpc_sync().fail(0), len(both)
+        return rref.rpc_sync().add(1), own.rpc_sync().add(0), len(both)
 
     own = zrpc.remote(group, Counter, args=(zrpc.each([5, 6, 7, 8]),))
     found = zrpc.rpc_sync(group, use, (shared, zrpc.each(own), [shared, shared]))
     assert sorted(each[0] for each in found) == [2, 3, 4, 5]
     assert [each[1:] for each in found] == [(5, 2), (6, 2), (7, 2), (8, 2)]
     del shared, own
-    for rank in range(4):
-        stats = joined.agent(rank)
-        until(lambda stats=stats: zrpc.rpc_sync(stats.worker_info, zrpc.stats).rrefs_owned == 0)
+    for worker in caller.names:
+        until(lambda worker=worker: zrpc.rpc_sync(worker, zrpc.stats).rrefs_owned == 0)
+
+
+@zrpc.actor
+class Log:
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def add(self, number: int) -> list[int]:
+        self.seen.append(number)
+        return self.seen
+
+
+def test_calls_of_groups_slices_and_members_of_actors_have_one_order(caller: Mesh) -> None:
+    logs, numbers = zrpc.remote(zrpc.group("worker[123]"), Log), range(60)
+    futures = [(logs, logs[1:], logs[2])[n % 3].rpc_async().add(n) for n in numbers]
+    assert logs.rpc_sync().add(60) == [
+        [n for n in numbers if n % 3 == 0] + [60],
+        [n for n in numbers if n % 3 < 2] + [60],
+        [*numbers, 60],
+    ]
+    zrpc.wait_all(futures)
 
 
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_some_members_fail(joined: Mesh) -> None:
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(zrpc.group("*"), fail_at, args=("worker1", "worker3"))
+def test_some_members_fail(caller: Mesh) -> None:
+    future = zrpc.rpc_async(zrpc.group("*"), fail_at, args=("worker1", "worker3"))
+    for _ in range(2):  # each wait raises an error of its own
+        with pytest.raises(zrpc.GroupError) as caught:
+            future.wait()
     error = caught.value
     assert sorted(error.errors) == [1, 3]
     assert isinstance(error.errors[1], LookupError)
@@ -242,9 +222,11 @@ def test_some_members_fail(joined: Mesh) -> None:
     assert "worker3: LookupError: worker3" in str(error)
     assert isinstance(error, zrpc.RpcError)
     assert isinstance(error, ExceptionGroup)
+    with pytest.raises(LookupError):
+        future.parts[3].wait()
 
 
-def test_parts_of_an_error_are_errors_of_groups(joined: Mesh) -> None:
+def test_parts_of_an_error_are_errors_of_groups(caller: Mesh) -> None:
     def fail(kind: type[Exception]) -> None:
         raise kind("this")
 
@@ -259,36 +241,16 @@ def test_parts_of_an_error_are_errors_of_groups(joined: Mesh) -> None:
     assert [sorted(each.errors) for each in found] == [[1, 2], [0, 3]]
 
 
-def test_the_error_of_a_group_can_be_sent_and_pickled(joined: Mesh) -> None:
-    def call() -> None:
-        zrpc.rpc_sync(zrpc.group("*"), fail_at, args=("worker2",))
-
+def test_the_error_of_a_group_can_be_sent_and_pickled(caller: Mesh) -> None:
     with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync("worker1", call)
+        zrpc.rpc_sync("worker1", lambda: zrpc.rpc_sync(zrpc.group("*"), fail_at, ("worker2",)))
     for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
         assert [*error.errors] == [2]
         assert error.errors[2] is error.exceptions[0]
         assert error.results == {0: "worker0", 1: "worker1", 3: "worker3"}
 
 
-def test_each_wait_raises_an_error_of_its_own(joined: Mesh) -> None:
-    future = zrpc.rpc_async(zrpc.group("*"), fail_at, args=("worker2",))
-    for _ in range(2):
-        with pytest.raises(zrpc.GroupError) as caught:
-            future.wait()
-        assert [*caught.value.errors] == [2]
-    assert future.parts[0].wait() == "worker0"
-    with pytest.raises(LookupError):
-        future.parts[2].wait()
-
-
-def test_what_can_not_be_pickled_for_all_is_not_sent(joined: Mesh) -> None:
-    with pytest.raises(zrpc.SerializationError):
-        zrpc.rpc_sync(zrpc.group("*"), echo, args=(threading.Lock(),))
-    assert not zrpc.stats().calls
-
-
-def test_what_can_not_be_pickled_for_one_fails_for_it(joined: Mesh) -> None:
+def test_what_can_not_be_pickled_for_one_fails_for_it(caller: Mesh) -> None:
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.rpc_sync(zrpc.group("*"), echo, args=(zrpc.each([1, threading.Lock(), 3, 4]),))
     assert isinstance(caught.value.errors[1], zrpc.SerializationError)
@@ -300,32 +262,17 @@ def test_what_can_not_be_pickled_for_one_fails_for_it(joined: Mesh) -> None:
     assert caught.value.results[3].to_here() == 4
 
 
-def test_a_result_that_can_not_be_pickled(joined: Mesh) -> None:
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(
-            zrpc.group("*"), lambda i: threading.Lock() if i else i, (zrpc.each(range(4)),)
-        )
-    assert sorted(caught.value.errors) == [1, 2, 3]
-    assert caught.value.results == {0: 0}
-
-
-def test_a_deadline_holds_for_the_whole(joined: Mesh, gate: Gate) -> None:
-    slow = gate.wait_inside
-    functions = zrpc.each([slow, abs, slow, abs])
+def test_a_deadline_holds_for_the_whole(caller: Mesh, gate: Gate) -> None:
+    functions = zrpc.each([gate.wait_inside, abs, gate.wait_inside, abs])
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.rpc_sync(zrpc.group("*"), lambda f, x: f(x), args=(functions, 7), timeout=0.5)
-    assert {place: type(each) for place, each in caught.value.errors.items()} == {
-        0: zrpc.RpcTimeoutError,
-        2: zrpc.RpcTimeoutError,
-    }
+    assert [*caught.value.errors] == [0, 2]
+    assert {type(each) for each in caught.value.errors.values()} == {zrpc.RpcTimeoutError}
     assert caught.value.results == {1: 7, 3: 7}
-    gate.open()
-    assert zrpc.rpc_sync(zrpc.group("*"), name) == joined.names
 
 
-def test_cancelling_a_future_cancels_all(joined: Mesh) -> None:
-    stopped = threading.Semaphore(0)
-    begun = threading.Semaphore(0)
+def test_cancelling_a_future_cancels_all(caller: Mesh) -> None:
+    stopped, begun = threading.Semaphore(0), threading.Semaphore(0)
 
     class Rest(Same):
         def __call__(self) -> None:
@@ -334,19 +281,15 @@ def test_cancelling_a_future_cancels_all(joined: Mesh) -> None:
                 stopped.release()
 
     future = zrpc.rpc_async(zrpc.group("worker[12]"), Rest())
-    assert begun.acquire(timeout=SOON)
-    assert begun.acquire(timeout=SOON)
-    assert future.cancel()
-    assert future.cancelled()
-    assert not future.cancel()
+    assert all(begun.acquire(timeout=SOON) for _ in range(2))
+    assert [future.cancel(), future.cancelled(), future.cancel()] == [True, True, False]
     with pytest.raises(zrpc.RpcCancelledError):
         future.wait()
-    assert stopped.acquire(timeout=SOON)
-    assert stopped.acquire(timeout=SOON)
+    assert all(stopped.acquire(timeout=SOON) for _ in range(2))
     assert all(part.cancelled() for part in future.parts)
 
 
-def test_cancelling_a_part_leaves_the_others(joined: Mesh, gate: Gate) -> None:
+def test_cancelling_a_part_leaves_the_others(caller: Mesh, gate: Gate) -> None:
     future = zrpc.rpc_async(zrpc.group("worker[123]"), gate.wait_inside, (zrpc.each("abc"),))
     gate.await_entry(3)
     assert future.parts[1].cancel()
@@ -358,7 +301,7 @@ def test_cancelling_a_part_leaves_the_others(joined: Mesh, gate: Gate) -> None:
 
 
 @pytest.mark.zrpc(options={"max_bytes_in_flight": 1 << 16})
-def test_a_member_that_is_full_does_not_hold_up_the_others(joined: Mesh, gate: Gate) -> None:
+def test_a_member_that_is_full_does_not_hold_up_the_others(caller: Mesh, gate: Gate) -> None:
     filling = zrpc.rpc_async("worker1", gate.wait_inside, (bytes(1 << 16),))
     gate.await_entry()
     with pytest.raises(zrpc.GroupError) as caught:
@@ -367,6 +310,22 @@ def test_a_member_that_is_full_does_not_hold_up_the_others(joined: Mesh, gate: G
     assert isinstance(caught.value.errors[1], zrpc.RpcTimeoutError)
     gate.open()
     filling.wait()
+
+
+@zrpc.actor
+class Leaver:
+    def leave(self) -> None:
+        zrpc.shutdown(graceful=False)
+
+
+def test_the_errors_of_dead_members_name_the_class_and_nothing_else(caller: Mesh) -> None:
+    leavers = zrpc.remote(zrpc.group(["worker1", "worker2"]), Leaver)
+    with pytest.raises(zrpc.GroupError) as caught:
+        leavers.rpc_sync().leave()
+    for place, each in caught.value.errors.items():
+        assert isinstance(each, zrpc.OwnerDied)
+        assert f"the actor Leaver on worker{place + 1} is lost" in str(each)
+    assert "During handling" not in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.system

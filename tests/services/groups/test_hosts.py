@@ -130,23 +130,10 @@ def test_a_tensor_goes_once_to_each_host(hosts: Hosts) -> None:
     assert MIB < sent.bytes_packed < ALMOST * MIB
     assert sent.bytes_sent == 3 * sent.bytes_packed
     assert MIB < hosts.sent_to_far() < ALMOST * MIB
-    hosts.until_nothing_is_left()
-
-
-def test_one_of_its_members_puts_it_into_shared_memory_of_the_other_host(hosts: Hosts) -> None:
-    zrpc.rpc_sync(hosts.group(*hosts.far), total, (large(1),))
+    # One member there puts it into shared memory.
     shared = [stats_of(hosts.mesh, each).traffic["shared_memory"].bytes_sent for each in hosts.far]
     assert sorted(each > MIB for each in shared) == [False, False, False, True]
     assert sum(shared) < ALMOST * MIB
-    hosts.until_nothing_is_left()
-
-
-def test_again_and_again(hosts: Hosts) -> None:
-    group = hosts.group(*hosts.far)
-    for number in range(6):
-        before, tensor = hosts.sent_to_far(), large(number)
-        assert zrpc.rpc_sync(group, total, (tensor,)) == [total(tensor)] * 4
-        assert hosts.sent_to_far() - before < ALMOST * MIB
     hosts.until_nothing_is_left()
     assert [len(service_of(hosts.mesh, each).pool) for each in hosts.far].count(0) == 3
 
@@ -159,20 +146,13 @@ def test_many_calls_at_once(hosts: Hosts) -> None:
     hosts.until_nothing_is_left()
 
 
-def test_a_value_for_some_of_a_host_goes_there_once(hosts: Hosts) -> None:
-    one, other = large(1), large(2)
-    values = zrpc.each([one, other, one, one])
-    found = zrpc.rpc_sync(hosts.group(*hosts.far), total, (values,))
+def test_values_for_some_and_what_shared_items_have_in_common_go_there_once(hosts: Hosts) -> None:
+    one, other, far = large(1), large(2), hosts.group(*hosts.far)
+    found = zrpc.rpc_sync(far, total, (zrpc.each([one, other, one, one]),))
     assert found == [total(one), total(other), total(one), total(one)]
     assert 2 * MIB < hosts.sent_to_far() < ALMOST * 2 * MIB
-    hosts.until_nothing_is_left()
-
-
-def test_what_shared_items_have_in_common_goes_once_to_each_host(hosts: Hosts) -> None:
-    tensor = large(1)
-    found = zrpc.rpc_sync(hosts.group(*hosts.far[:2]), total, (tensor, zrpc.share(range(9))))
-    assert found == [total(tensor)] * 9
-    assert hosts.sent_to_far() < ALMOST * MIB
+    assert zrpc.rpc_sync(far[:2], total, (one, zrpc.share(range(9)))) == [total(one)] * 9
+    assert hosts.sent_to_far() < ALMOST * 3 * MIB
     hosts.until_nothing_is_left()
 
 
@@ -195,9 +175,10 @@ def test_no_member_sees_what_another_one_writes(hosts: Hosts) -> None:
         tensor.fill_(value)
         return tensor
 
-    workers = [*hosts.far, hosts.far[0]]
-    found = zrpc.rpc_sync(hosts.group(*workers), write, (large(1), zrpc.each(range(5))))
-    assert [each.unique().tolist() for each in found] == [[0], [1], [2], [3], [4]]
+    workers, tensor = [*range(7), hosts.far[0]], large(1)
+    found = zrpc.rpc_sync(hosts.group(*workers), write, (tensor, zrpc.each(range(8))))
+    assert [each.unique().tolist() for each in found] == [[number] for number in range(8)]
+    assert torch.equal(tensor, large(1))
     del found
     hosts.until_nothing_is_left()
 
@@ -216,18 +197,20 @@ def test_members_get_what_a_tensor_was_at_the_time_of_the_call(hosts: Hosts, gat
 
 
 def test_a_member_keeps_what_it_got(hosts: Hosts) -> None:
-    kept = zrpc.remote(hosts.group(*hosts.far), list, ([],))
+    """The segments are not written again while members have tensors in them."""
+    group = hosts.group(*range(7))
+    kept = zrpc.remote(group, list, ([],))
     kept.rpc_sync().append(large(1))
     for number in range(2, 5):
-        zrpc.rpc_sync(hosts.group(*hosts.far), total, (large(number),))
+        zrpc.rpc_sync(group, total, (large(number),))
     assert all(torch.equal(each, large(1)) for each in kept.rpc_sync().pop())
     hosts.until_nothing_is_left()
 
 
 def test_in_an_autograd_context(hosts: Hosts) -> None:
     weight, constant = torch.ones(3, requires_grad=True), large(1)
-    far = hosts.group(*hosts.far)
     with autograd.context() as context:
+        far = hosts.group(*hosts.far)
         results = zrpc.rpc_sync(far, lambda w, c: w * c.sum(), (weight, constant))
         autograd.backward(context, [torch.stack(results).sum()])
         assert autograd.get_gradients(context)[weight].tolist() == [4 * total(constant)] * 3
@@ -264,6 +247,7 @@ def test_without_shared_memory_it_goes_to_each_member(hosts: Hosts) -> None:
     tensor = large(1)
     assert zrpc.rpc_sync(hosts.group(*range(7)), total, (tensor,)) == [total(tensor)] * 7
     assert hosts.sent_to_far() > 4 * MIB
+    assert not zrpc.stats().traffic["shared_memory"].bytes_sent
 
 
 @pytest.mark.zrpc(options={**OPTIONS, "shared_memory": 3 * MIB})

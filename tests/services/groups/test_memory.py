@@ -35,92 +35,47 @@ def shared_bytes() -> int:
     return zrpc.stats().traffic["shared_memory"].bytes_sent
 
 
-def test_an_argument_is_packed_once(joined: Mesh) -> None:
-    Picky.packed = 0
-    zrpc.rpc_sync(zrpc.group("*"), lambda *_: None, ([Picky()], zrpc.each(range(4))))
-    assert Picky.packed == 1
-
-
-def test_a_value_that_several_members_get_is_packed_once(joined: Mesh) -> None:
+def test_what_several_members_get_is_packed_once(caller: Mesh) -> None:
     Picky.packed = 0
     one, other = [Picky()], [Picky()]
-    zrpc.rpc_sync(zrpc.group("*"), lambda *_: None, (zrpc.each([one, other, one, other]),))
-    assert Picky.packed == 2
+    values = zrpc.each([one, other, one, other])
+    zrpc.rpc_sync(zrpc.group("*"), lambda *_: None, ([Picky()], values, zrpc.each(range(4))))
+    assert Picky.packed == 3
 
 
-def test_a_tensor_lies_once_in_shared_memory(joined: Mesh) -> None:
+def test_a_tensor_lies_once_in_shared_memory(caller: Mesh) -> None:
     before, tensor = shared_bytes(), large(1)
     assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
     assert LARGE_BYTES <= shared_bytes() - before < LARGE_BYTES + 10_000
     groups = zrpc.stats().groups
     assert LARGE_BYTES <= groups.bytes_packed < LARGE_BYTES + 10_000
     assert groups.bytes_sent == groups.bytes_packed
-    until_returned(service_of(joined, 0))
+    until_returned(service_of(caller, 0))
+    assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
+    assert len(service_of(caller, 0).pool) == 1  # the segment is used again
+    until_returned(service_of(caller, 0))
 
 
-def test_a_value_for_two_of_three_lies_once_in_shared_memory(joined: Mesh) -> None:
+def test_a_value_for_two_of_three_lies_once_in_shared_memory(caller: Mesh) -> None:
     before, one, other = shared_bytes(), large(1), large(2)
     found = zrpc.rpc_sync(zrpc.group("worker[123]"), total, (zrpc.each([one, other, one]),))
     assert found == [one.sum().item(), other.sum().item(), one.sum().item()]
     assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
-    until_returned(service_of(joined, 0))
+    until_returned(service_of(caller, 0))
 
 
-def test_the_segment_is_used_again(joined: Mesh) -> None:
-    group, pool = zrpc.group("worker[123]"), service_of(joined, 0).pool
-    for number in range(6):
-        tensor = large(number)
-        assert zrpc.rpc_sync(group, total, (tensor,)) == [tensor.sum().item()] * 3
-        until_returned(service_of(joined, 0))
-    assert len(pool) == 1
-
-
-def test_no_member_sees_what_another_one_writes(joined: Mesh) -> None:
-    def write(tensor: torch.Tensor, value: int) -> torch.Tensor:
-        tensor.fill_(value)
-        return tensor
-
-    tensor = large(1)
-    original = tensor.clone()
-    found = zrpc.rpc_sync(zrpc.group("*"), write, (tensor, zrpc.each(range(4))))
-    assert [each.unique().tolist() for each in found] == [[0], [1], [2], [3]]
-    assert torch.equal(tensor, original)
-    del found
-    until_returned(service_of(joined, 0))
-
-
-def test_a_member_keeps_what_it_got(joined: Mesh) -> None:
-    """The segment is not written again while a member has tensors in it."""
-    group = zrpc.group("worker[123]")
-    kept = zrpc.remote(group, list, ([],))
-    kept.rpc_sync().append(large(1))
-    for number in range(2, 5):
-        zrpc.rpc_sync(group, total, (large(number),))
-    for values in kept.rpc_sync().__getitem__(0):
-        assert torch.equal(values, large(1))
-    kept.rpc_sync().clear()
-    until_returned(service_of(joined, 0))
-
-
-def test_large_arrays_and_pickles_too(joined: Mesh) -> None:
+def test_large_arrays_and_pickles_too(caller: Mesh) -> None:
     numpy = pytest.importorskip("numpy")
     before, text = shared_bytes(), "x" * MIB
     array = numpy.arange(LARGE_BYTES // 8)
     found = zrpc.rpc_sync(zrpc.group("worker[123]"), lambda a, t: (int(a.sum()), t), (array, text))
     assert found == [(int(array.sum()), text)] * 3
     assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
-    until_returned(service_of(joined, 0))
-
-
-@pytest.mark.zrpc(options={"rpc_timeout": 40, "shared_memory": 0})
-def test_without_shared_memory(joined: Mesh) -> None:
-    tensor = large(1)
-    assert zrpc.rpc_sync(zrpc.group("*"), total, (tensor,)) == [tensor.sum().item()] * 4
-    assert not shared_bytes()
+    until_returned(service_of(caller, 0))
 
 
 @pytest.mark.zrpc(options={"rpc_timeout": 40, "shared_memory": 3 * MIB})
-def test_a_full_pool(joined: Mesh) -> None:
+def test_a_full_pool(caller: Mesh) -> None:
     """What members keep fills it: from then on, tensors go by frames."""
     group = zrpc.group("worker[12]")
     kept = zrpc.remote(group, list, ([],))
@@ -130,10 +85,10 @@ def test_a_full_pool(joined: Mesh) -> None:
         for values in kept.rpc_sync().__getitem__(number):
             assert torch.equal(values, large(number))
     kept.rpc_sync().clear()
-    until_returned(service_of(joined, 0))
+    until_returned(service_of(caller, 0))
 
 
-def test_a_call_that_is_not_sent_leaves_nothing(joined: Mesh) -> None:
+def test_a_call_that_is_not_sent_leaves_nothing(caller: Mesh) -> None:
     class Unpicklable:
         def __reduce__(self) -> Any:
             raise LookupError("not me")
@@ -143,13 +98,13 @@ def test_a_call_that_is_not_sent_leaves_nothing(joined: Mesh) -> None:
             zrpc.group("worker[123]"), total, (large(1), zrpc.each([1, Unpicklable(), 2]))
         )
     assert [*caught.value.errors] == [1]
-    until_returned(service_of(joined, 0))
+    until_returned(service_of(caller, 0))
     tensor = large(2)
     assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_program_may_raise_the_error_of_a_member(joined: Mesh, waits: bool) -> None:
+def test_a_program_may_raise_the_error_of_a_member(caller: Mesh, waits: bool) -> None:
     """What the others have returned is freed nevertheless."""
 
     def make(number: int) -> torch.Tensor:
@@ -170,7 +125,7 @@ def test_a_program_may_raise_the_error_of_a_member(joined: Mesh, waits: bool) ->
     with contextlib.suppress(LookupError):
         call()
     for worker in (1, 3):
-        until_returned(service_of(joined, worker))
+        until_returned(service_of(caller, worker))
 
 
 @pytest.mark.system

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
@@ -16,7 +14,6 @@ from tests.services.shm.sharing import MIB, large, service_of, until_returned
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from zrpc.services.groups.sharing import Sharing
 from zrpc.testing import Mesh
 
 if TYPE_CHECKING:
@@ -29,49 +26,14 @@ def name(_: object) -> str:
     return zrpc.get_worker_info().name
 
 
-# -- the rules -------------------------------------------------------------------------------------
-
-
-@given(st.integers(0, 12), st.integers(1, 4), st.data())
-def test_each_item_is_done_once_and_no_member_has_two(
-    items: int, members: int, data: st.DataObject
-) -> None:
-    sharing = Sharing(items, range(members))
-    busy: dict[int, int] = {}
-    done: list[int] = []
-    lost = 0
-    while True:
-        while (given := sharing.next()) is not None:
-            item, member = given
-            assert member not in busy.values()
-            busy[item] = member
-        if not busy:
-            break
-        item = data.draw(st.sampled_from(sorted(busy)))
-        del busy[item]
-        end = data.draw(st.sampled_from(["done", "lost", "again"]))
-        sharing.end(item, lost=end != "done", again=end == "again")
-        lost += end != "done"
-        if end != "again":
-            done.append(item)
-        if data.draw(st.booleans()):
-            sharing.join(members)
-            members += 1
-    assert sharing.stuck == (len(done) < items)
-    assert sorted([*done, *sharing.stop()]) == list(range(items))
-
-
-# -- calls -----------------------------------------------------------------------------------------
-
-
-def test_results_are_in_the_order_of_the_items(joined: Mesh) -> None:
+def test_results_are_in_the_order_of_the_items(caller: Mesh) -> None:
     assert zrpc.rpc_sync(zrpc.group("*"), abs, (zrpc.share(range(0, -50, -1)),)) == [*range(50)]
     values = zrpc.remote(zrpc.group("*"), dict, ([("a", 1)],))
     assert values.rpc_sync().get(zrpc.share("aba")) == [1, None, 1]
     assert zrpc.rpc_sync(zrpc.group("*"), abs, (zrpc.share([]),)) == []
 
 
-def test_a_member_that_is_busy_gets_no_more(joined: Mesh, gate: Gate) -> None:
+def test_a_member_that_is_busy_gets_no_more(caller: Mesh, gate: Gate) -> None:
     def work(item: int) -> str:
         return gate.wait_inside(name(item)) if item == 0 else name(item)
 
@@ -83,7 +45,7 @@ def test_a_member_that_is_busy_gets_no_more(joined: Mesh, gate: Gate) -> None:
     assert future.wait() == [({"worker1", "worker2"} - set(done)).pop(), *done]
 
 
-def test_a_member_has_one_item_at_a_time(joined: Mesh, gate: Gate) -> None:
+def test_a_member_has_one_item_at_a_time(caller: Mesh, gate: Gate) -> None:
     future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(5)),))
     gate.await_entry(2)
     assert not gate.entered.acquire(timeout=0.1)
@@ -91,22 +53,17 @@ def test_a_member_has_one_item_at_a_time(joined: Mesh, gate: Gate) -> None:
     assert future.wait() == [*range(5)]
 
 
-def test_items_that_fail(joined: Mesh) -> None:
+def test_items_that_fail(caller: Mesh) -> None:
+    get, items = {0: "a", 3: "d"}.__getitem__, zrpc.share([0, 1, threading.Lock(), 3])
     with pytest.raises(zrpc.GroupError, match="2 of 4 items failed: item 1: KeyError") as caught:
-        zrpc.rpc_sync(zrpc.group("*"), {0: "a", 3: "d"}.__getitem__, (zrpc.share(range(4)),))
+        zrpc.rpc_sync(zrpc.group("*"), get, (items,))
     assert sorted(caught.value.errors) == [1, 2]
+    assert isinstance(caught.value.errors[2], zrpc.SerializationError)
+    assert "found one of type lock" in str(caught.value.errors[2])
     assert caught.value.results == {0: "a", 3: "d"}
 
 
-def test_an_item_that_can_not_be_pickled(joined: Mesh) -> None:
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(zrpc.group("*"), echo, (zrpc.share([1, threading.Lock(), 3]),))
-    assert isinstance(caught.value.errors[1], zrpc.SerializationError)
-    assert "found one of type lock" in str(caught.value.errors[1])
-    assert caught.value.results == {0: 1, 2: 3}
-
-
-def test_a_deadline_for_all_items(joined: Mesh, gate: Gate) -> None:
+def test_a_deadline_for_all_items(caller: Mesh, gate: Gate) -> None:
     with pytest.raises(zrpc.GroupError) as caught:
         zrpc.rpc_sync(
             zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(5)),), timeout=0.3
@@ -117,7 +74,7 @@ def test_a_deadline_for_all_items(joined: Mesh, gate: Gate) -> None:
     gate.open()
 
 
-def test_cancelling_gives_out_no_more_items(joined: Mesh, gate: Gate) -> None:
+def test_cancelling_gives_out_no_more_items(caller: Mesh, gate: Gate) -> None:
     future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(9)),))
     gate.await_entry(2)
     assert future.cancel()
@@ -129,7 +86,7 @@ def test_cancelling_gives_out_no_more_items(joined: Mesh, gate: Gate) -> None:
     until(lambda: not zrpc.stats().calls_in_flight)
 
 
-def test_an_item_that_is_cancelled_is_not_begun(joined: Mesh, gate: Gate) -> None:
+def test_an_item_that_is_cancelled_is_not_begun(caller: Mesh, gate: Gate) -> None:
     future = zrpc.rpc_async(zrpc.group("worker[12]"), gate.wait_inside, (zrpc.share(range(4)),))
     gate.await_entry(2)
     assert future.parts[2].cancel()
@@ -140,17 +97,17 @@ def test_an_item_that_is_cancelled_is_not_begun(joined: Mesh, gate: Gate) -> Non
     assert caught.value.results == {0: 0, 1: 1, 3: 3}
 
 
-def test_what_goes_to_all_is_packed_once_for_all_items(joined: Mesh) -> None:
+def test_what_goes_to_all_is_packed_once_for_all_items(caller: Mesh) -> None:
     before = zrpc.stats().traffic["shared_memory"].bytes_sent
     found = zrpc.rpc_sync(
         zrpc.group("worker[123]"), lambda t, i: (t[i].item(), i), (large(0), zrpc.share(range(20)))
     )
     assert found == [(float(i), i) for i in range(20)]
     assert zrpc.stats().traffic["shared_memory"].bytes_sent - before < MIB + 10_000
-    until_returned(service_of(joined, 0))
+    until_returned(service_of(caller, 0))
 
 
-def test_items_are_shared_in_a_context(joined: Mesh) -> None:
+def test_items_are_shared_in_a_context(caller: Mesh) -> None:
     weight = torch.ones(2, requires_grad=True)
     with zrpc.autograd.context() as context:
         found = zrpc.rpc_sync(
@@ -160,24 +117,15 @@ def test_items_are_shared_in_a_context(joined: Mesh) -> None:
         assert zrpc.autograd.get_gradients(context)[weight].tolist() == [6.0, 6.0]
 
 
-@pytest.mark.parametrize(
-    "args",
-    [
-        (zrpc.share([1]), zrpc.share([2])),
-        (zrpc.share([1]), zrpc.split([1, 2])),
-        (zrpc.share([1]), zrpc.each([1, 2, 3, 4])),
-    ],
-)
-def test_share_is_alone_in_a_call(joined: Mesh, args: Any) -> None:
-    with pytest.raises(ValueError, match=r"expected one share\(\)"):
-        zrpc.rpc_sync(zrpc.group("*"), echo, args)
-
-
-def test_share_needs_members_and_results(joined: Mesh) -> None:
+def test_share_is_alone_in_a_call_and_needs_members_and_results(caller: Mesh) -> None:
+    group = zrpc.group("*")
+    for other in (zrpc.share([2]), zrpc.split([1, 2]), zrpc.each([1, 2, 3, 4])):
+        with pytest.raises(ValueError, match=r"expected one share\(\)"):
+            zrpc.rpc_sync(group, echo, (zrpc.share([1]), other))
     with pytest.raises(ValueError, match="found it in one by remote"):
-        zrpc.remote(zrpc.group("*"), echo, (zrpc.share([1]),))
+        zrpc.remote(group, echo, (zrpc.share([1]),))
     with pytest.raises(ValueError, match="an empty group"):
-        zrpc.rpc_sync(zrpc.group("*")[4:], echo, (zrpc.share([1]),))
+        zrpc.rpc_sync(group[4:], echo, (zrpc.share([1]),))
 
 
 # -- members that come and go ----------------------------------------------------------------------

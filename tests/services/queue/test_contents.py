@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,18 +41,18 @@ class Watched:
         self._add(Waiter(most, batch=True))
 
     def _add(self, waiter: Waiter) -> None:
+        waiter.done = self.note
         self.waiters.append(waiter)
         self.waiting.append(waiter)
-        self.note(self.contents.add(waiter))
+        if self.contents.add(waiter):
+            self.note(waiter)
 
     def remove(self, number: int) -> None:
         if number < len(self.waiters):
             waiter = self.waiters[number]
-            removed, done = self.contents.remove(waiter)
-            assert removed == (waiter in self.waiting)
-            if removed:
+            if waiter in self.waiting:
                 self.waiting.remove(waiter)
-            self.note(done)
+            self.contents.remove(waiter)
 
     def give_back(self, number: int) -> None:
         """A taker has not got its items."""
@@ -62,22 +61,22 @@ class Watched:
             for item in items:
                 self.taken.remove(item.value)
             self.returned |= bool(items)
-            self.note(self.contents.give_back(items))
+            self.contents.give_back(items)
 
     def close(self, _: int) -> None:
-        self.note(self.contents.close())
+        self.contents.close()
 
-    def note(self, done: Sequence[Waiter]) -> None:
-        for waiter in done:
-            self.waiting.remove(waiter)
-            if waiter.error is not None:
-                assert isinstance(waiter.error, QueueClosed)
-                assert self.contents.closed
-            elif waiter.most:
-                assert 1 <= len(waiter.items) <= waiter.most
-                self.taken += [item.value for item in waiter.items]
-            else:
-                self.entered.append(waiter.items[0].value)
+    def note(self, waiter: Waiter) -> None:
+        """A call has its items, or an error."""
+        self.waiting.remove(waiter)
+        if waiter.error is not None:
+            assert isinstance(waiter.error, QueueClosed)
+            assert self.contents.closed
+        elif waiter.most:
+            assert 1 <= len(waiter.items) <= waiter.most
+            self.taken += [item.value for item in waiter.items]
+        else:
+            self.entered.append(waiter.items[0].value)
 
     def check(self) -> None:
         contents = self.contents
@@ -109,9 +108,10 @@ def test_items_leave_once_and_in_their_order(
 
 
 def test_putters_do_not_pass_each_other() -> None:
-    contents = Contents(0, 10)
-    large, small = Waiter(items=[Item("large", 9)]), Waiter(items=[Item("small", 1)])
-    contents.add(Waiter(items=[Item("first", 5)]))
-    assert contents.add(large) == []
-    assert contents.add(small) == []
-    assert contents.add(Waiter(1))[1:] == [large, small]
+    contents, done = Contents(0, 10), list[Waiter]()
+    large, small = (Waiter(items=[Item("", size)], done=done.append) for size in (9, 1))
+    assert contents.add(Waiter(items=[Item("first", 5)]))
+    assert not contents.add(large)
+    assert not contents.add(small)
+    assert contents.add(Waiter(1))
+    assert done == [large, small]

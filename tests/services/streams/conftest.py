@@ -38,3 +38,19 @@ class Tap(Same):
     def await_close(self) -> None:
         """Waits until the generator has ended or was closed."""
         assert self.closed.wait(SOON), "the generator was not closed"
+
+
+def read_by_threads(stream: Any, number: int) -> list[Any]:
+    """Returns the items of a stream that several threads read, sorted."""
+    found: list[Any] = []
+
+    def take() -> None:
+        while (item := next(stream, None)) is not None:
+            found.append(item)
+
+    threads = [threading.Thread(target=take) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SOON)
+    return sorted(found)

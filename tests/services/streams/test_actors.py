@@ -39,16 +39,16 @@ class Model:
         return self.open
 
 
-@pytest.mark.parametrize("method", ["generate", "generate_in_loop"])
-def test_a_stream_holds_its_place_until_it_ends(caller: Mesh, method: str) -> None:
-    model = zrpc.remote("worker1", Model)
-    stream = getattr(model.rpc_stream(prefetch=2), method)(10)
-    assert next(stream) == 0
-    later = model.rpc_async().count_open()
-    assert model.rpc_sync().count_beside() == 1
-    assert not later.done()
-    assert list(stream) == list(range(1, 10))
-    assert later.wait() == 0
+def test_a_stream_holds_its_place_until_it_ends(caller: Mesh) -> None:
+    for method in ("generate", "generate_in_loop"):
+        model = zrpc.remote("worker1", Model)
+        stream = getattr(model.rpc_stream(prefetch=2), method)(10)
+        assert next(stream) == 0
+        later = model.rpc_async().count_open()
+        assert model.rpc_sync().count_beside() == 1
+        assert not later.done()
+        assert list(stream) == list(range(1, 10))
+        assert later.wait() == 0
 
 
 def test_a_stream_that_is_closed_lets_the_next_call_begin(caller: Mesh) -> None:

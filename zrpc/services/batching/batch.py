@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zrpc.batch_values import Columns, rows
+from zrpc.batch_values import columns, rows
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.current_device import device_of
 from zrpc.calls.result_sink import Called, ResultSink
@@ -67,32 +67,34 @@ class Batch:
     """Calls a function for several callers, and gives each its outcome: a `ResultSink`.
 
     Args:
+        request: becomes that of the batch, which no worker has sent.
         calls: those whose callers still wait; at least one.
         ended: called once all of them have their outcomes.
     """
 
-    def __init__(self, calls: Sequence[BatchedCall], ended: Callable[[], None]) -> None:
+    def __init__(
+        self, request: Message, calls: Sequence[BatchedCall], ended: Callable[[], None]
+    ) -> None:
         self._calls = calls
         self._ended = ended
         self.context = calls[0].context
-        # No worker has sent this one.
         first = calls[0].request
-        self.request = Message(first.kind, first.call_id, sender=first.sender)
-        self.request.attachments = {Tag.DEVICE: device_of(first)}
-        self.request.scope = _BatchScope([call.request.scope for call in calls])
-        self.request.scope.mailbox = first.scope.mailbox
+        request.kind, request.sender, request.call_id = first.kind, first.sender, first.call_id
+        request.attachments = {Tag.DEVICE: device_of(first)}
+        request.scope = _BatchScope([call.request.scope for call in calls])
+        request.scope.mailbox = first.scope.mailbox
         for call in calls:
-            call.request.scope.batch = self.request
+            call.request.scope.batch = request
 
     def resolve(self) -> Called:
         """Returns the function, and the arguments of all calls; these let go of them."""
         first = self._calls[0]
         batching = first.batching
         calls = [(call.args, call.kwargs) for call in self._calls]
-        columns = Columns(calls, batching.stack, first.receiver)
+        args, kwargs = columns(calls, batching.stack, first.receiver)
         for call in self._calls:  # the shared memory that they hold is returned with the answers
             call.args, call.kwargs, call.receiver = (), {}, ()
-        return batching.fn, columns.args, columns.kwargs
+        return batching.fn, args, kwargs
 
     def defer(self, request: Message) -> None:
         """Does nothing: the calls are deferred already."""

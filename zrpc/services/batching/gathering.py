@@ -9,7 +9,7 @@ join or leave, and a run whose calls have all left finds none.
 from __future__ import annotations
 
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 C = TypeVar("C")
 
@@ -20,6 +20,10 @@ class Gathering(Generic[C]):
     Args:
         max_size: the most calls in a batch.
         max_wait: how long a call waits before a run is ordered that will take it; in seconds.
+        key: what is equal for all these calls.
+
+    Attributes:
+        key: the same.
 
     Example:
         >>> gathering = Gathering(max_size=2, max_wait=1.0)
@@ -29,7 +33,8 @@ class Gathering(Generic[C]):
         ['a', 'b']
     """
 
-    def __init__(self, max_size: int, max_wait: float) -> None:
+    def __init__(self, max_size: int, max_wait: float, key: Any = None) -> None:
+        self.key = key
         self._max_size = max_size
         self._max_wait = max_wait
         self._waiting: dict[C, float] = {}  # when each must be in an ordered run; oldest first

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from functools import partial
 from types import MethodType
 from typing import Any, NamedTuple
@@ -18,9 +18,11 @@ from zrpc.calls.callee import TakeOver
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.current_device import current_device, device_of
 from zrpc.calls.execution import Execution
+from zrpc.calls.pending_call import NEVER
 from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import RpcCancelledError
 from zrpc.functions import Batching, Deferral
+from zrpc.runtime.alarm import Alarm
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.batching.batch import Batch, BatchedCall
 from zrpc.services.batching.gathering import Gathering
@@ -48,6 +50,9 @@ class _Key(NamedTuple):
     mailbox: Any
 
 
+_Waiting = Gathering[BatchedCall]
+
+
 class BatchingService(Service):
     """Plugs batches into an agent.
 
@@ -63,8 +68,8 @@ class BatchingService(Service):
         super().__init__(agent)
         # Guards what waits; no other lock is taken while it is held.
         self._lock = UninterruptedLock()
-        self._gatherings: dict[_Key, Gathering[BatchedCall]] = {}
-        self._timed: set[_Key] = set()  # those for which a timer runs
+        self._gatherings: dict[_Key, _Waiting] = {}
+        self._alarm = Alarm(agent.event_loop, self._order_due)
 
     @override
     def deferrals(self) -> Mapping[type[Deferral], TakeOver]:
@@ -75,9 +80,6 @@ class BatchingService(Service):
     ) -> None:
         """Adds a call to those that wait; in the thread that has unpickled it."""
         function, args, kwargs = call
-        if not isinstance(function, MethodType):  # one of an actor may be wrapped
-            wrapped = getattr(function, "__wrapped__", None)
-            function = wrapped if isinstance(wrapped, MethodType) else function
         if isinstance(function, MethodType):
             receiver: tuple[Any, ...] = (function.__self__,)
         else:
@@ -94,126 +96,102 @@ class BatchingService(Service):
         with self._lock:
             gathering = self._gatherings.get(key)
             if gathering is None:
-                gathering = Gathering(batching.max_size, batching.max_wait)
+                gathering = _Waiting(batching.max_size, batching.max_wait, key)
                 self._gatherings[key] = gathering
-            full = gathering.add(waiting, time.monotonic())
-        request.scope.when_cancelled(partial(self._leave, key, waiting))
+            full, due = gathering.add(waiting, time.monotonic()), gathering.due()
+        request.scope.when_cancelled(partial(self._leave, gathering, waiting))
         if full:
-            self._order(key, gathering)
-        self._set_timer(key)
+            self._order(gathering)
+        self._alarm.set(NEVER if due is None else due)
 
-    def _set_timer(self, key: _Key) -> None:
-        """Starts a timer for the next run, unless one runs already."""
+    def _order_due(self) -> float:
+        """Orders the runs that are due, in the event loop's thread; returns when the next is."""
+        now, ordered, next_due = time.monotonic(), [], NEVER
         with self._lock:
-            gathering = self._gatherings.get(key)
-            due = None if gathering is None else gathering.due()
-            if due is None or key in self._timed:
-                return
-            self._timed.add(key)
-        # There is no sooner one: calls are due in the order in which they came.
-        delay = max(0.0, due - time.monotonic())
-        self.agent.event_loop.call_later(delay, partial(self._look, key))
+            for gathering in self._gatherings.values():
+                while (due := gathering.due()) is not None and gathering.expire(now):
+                    ordered.append(gathering)
+                next_due = min(next_due, NEVER if due is None else due)
+        for gathering in ordered:
+            self._order(gathering)
+        return next_due
 
-    def _look(self, key: _Key) -> None:
-        """Orders the runs that are due; in the event loop's thread."""
-        with self._lock:
-            self._timed.discard(key)
-            gathering = self._gatherings.get(key)
-            due = gathering is not None and gathering.expire(time.monotonic())
-            self._tidy(key)
-        if gathering is not None and due:
-            self._order(key, gathering)
-        self._set_timer(key)
-
-    def _leave(self, key: _Key, call: BatchedCall) -> None:
+    def _leave(self, gathering: _Waiting, call: BatchedCall) -> None:
         """Removes a call whose caller no longer waits; mostly in the I/O thread."""
         with self._lock:
-            if (gathering := self._gatherings.get(key)) is not None:
-                gathering.remove(call)
-                self._tidy(key)
+            gathering.remove(call)
+            self._tidy(gathering)
 
-    def _order(self, key: _Key, gathering: Gathering[BatchedCall]) -> None:
+    def _order(self, gathering: _Waiting) -> None:
         """Starts a run when there is a thread for it, and in an actor when it is its turn."""
-        run = self.agent.receiver.run
-        if key.mailbox is None:
-            run(partial(self._run, key, gathering, _nothing))
-            return
         turn = Message(Kind.METHOD, sender=self.agent.worker_info.member_id)
         turn.scope = CancelScope(self.agent.worker_info, 0)
-        begin = partial(run, partial(self._run_in_turn, key, gathering, turn))
-        call = turn, begin, partial(self._refuse, key, gathering)
-        key.mailbox.do(key.mailbox.arrive(call, method=key.method))
+        begin = partial(self.agent.receiver.run, partial(self._run, gathering, turn))
+        mailbox = gathering.key.mailbox
+        if mailbox is None:
+            begin()
+        else:
+            call = turn, begin, partial(self._refuse, gathering)
+            mailbox.do(mailbox.arrive(call, method=gathering.key.method))
 
-    def _run_in_turn(self, key: _Key, gathering: Gathering[BatchedCall], turn: Message) -> None:
-        """Runs as one call of an actor; in a thread of the pool."""
-        scope = turn.scope
+    def _run(self, gathering: _Waiting, turn: Message) -> None:
+        """Calls the function for those that wait, as one call; in a thread of the pool."""
+        scope, mailbox = turn.scope, gathering.key.mailbox
         scope.begin()
-        key.mailbox.do(key.mailbox.on_begun(scope))
-        self._run(key, gathering, lambda: key.mailbox.do(key.mailbox.end(scope)), turn)
+        if mailbox is not None:
+            mailbox.do(mailbox.on_begun(scope))
 
-    def _run(
-        self,
-        key: _Key,
-        gathering: Gathering[BatchedCall],
-        ended: Callable[[], None],
-        turn: Message | None = None,
-    ) -> None:
-        """Calls the function for those that wait; in a thread of the pool."""
+        def end() -> None:
+            if mailbox is not None:
+                mailbox.do(mailbox.end(scope))
+
         live = []
-        for call in self._take(key, gathering):
+        for call in self._take(gathering):
             if call.request.scope.begin():
                 live.append(call)
             else:
                 gone = RpcCancelledError("the caller no longer waits for the answer")
                 call.sink.fail(call.request, gone)
         if not live:
-            ended()
+            end()
             return
-        batch = Batch(live, ended)
-        if turn is not None:  # the mailbox shows this one as what runs
-            turn.sender, turn.call_id = batch.request.sender, batch.request.call_id
-            turn.scope = batch.request.scope
+        batch = Batch(turn, live, end)
         loop, run = self.agent.event_loop, self.agent.receiver.run
-        with current_device(device_of(batch.request)):
-            batch.context.run(Execution(batch.request, batch, batch.resolve, loop, run))
+        with current_device(device_of(turn)):
+            batch.context.run(Execution(turn, batch, batch.resolve, loop, run))
 
-    def _refuse(self, key: _Key, gathering: Gathering[BatchedCall], error: BaseException) -> None:
+    def _refuse(self, gathering: _Waiting, error: BaseException) -> None:
         """Refuses those that wait: the actor is stopped, or its mailbox full."""
-        for call in self._take(key, gathering):
+        for call in self._take(gathering):
             call.sink.refuse(call.request, error)
 
-    def _take(self, key: _Key, gathering: Gathering[BatchedCall]) -> list[BatchedCall]:
+    def _take(self, gathering: _Waiting) -> list[BatchedCall]:
         with self._lock:
             calls = gathering.take()
-            self._tidy(key)
+            self._tidy(gathering)
         for call in calls:
             self.agent.callee.requests.resume(call.request)
         return calls
 
-    def _tidy(self, key: _Key) -> None:
+    def _tidy(self, gathering: _Waiting) -> None:
         """Forgets a gathering in which nothing waits; the lock is held."""
-        gathering = self._gatherings.get(key)
-        if gathering is not None and gathering.idle and key not in self._timed:
-            del self._gatherings[key]
+        if gathering.idle and self._gatherings.get(gathering.key) is gathering:
+            del self._gatherings[gathering.key]
 
     @override
     def tick(self) -> None:
         """Refuses the calls that wait for a batch of an actor which was stopped."""
         with self._lock:
-            stopped = [
-                (key, gathering)
-                for key, gathering in self._gatherings.items()
-                if key.mailbox is not None and key.mailbox.stopped is not None
+            ordered = [
+                each
+                for each in self._gatherings.values()
+                if each.key.mailbox is not None and each.key.mailbox.stopped is not None
+                for _ in range(each.order_all())
             ]
-            runs = [each for each in stopped for _ in range(each[1].order_all())]
-        for key, gathering in runs:
-            self._order(key, gathering)
+        for gathering in ordered:
+            self._order(gathering)
 
     @override
     def close(self) -> None:
         with self._lock:
             self._gatherings.clear()
-
-
-def _nothing() -> None:
-    """What is done at the end of a run of no actor."""

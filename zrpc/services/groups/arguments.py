@@ -48,11 +48,11 @@ class Split(PerMember):
         value = self._value
         if not count:
             return ()
-        if not _is_structure(value):
-            return self._parts(value, count)
+        whole = _is_leaf(value)
         leaves, structure = tree_flatten(value, is_leaf=_is_leaf)
         parts = [
-            self._parts(leaf, count) if _has_parts(leaf) else [leaf] * count for leaf in leaves
+            self._parts(leaf, count) if whole or _has_parts(leaf) else [leaf] * count
+            for leaf in leaves
         ]
         return [tree_unflatten(list(each), structure) for each in zip(*parts, strict=True)]
 
@@ -111,33 +111,17 @@ class Share:
 
 def _has_parts(value: Any) -> bool:
     """Whether a value is a tensor, or a sequence (or an array) that has slices."""
-    if isinstance(value, torch.Tensor):
-        return True
-    return isinstance(value, Sized) and hasattr(value, "__getitem__") and not _is_text(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str | bytes | bytearray | dict)
+    if isinstance(value, str | bytes | bytearray | dict):
+        return False
+    return isinstance(value, torch.Tensor | Sized) and hasattr(value, "__getitem__")
 
 
 def _is_leaf(value: object) -> bool:
     """Whether a value in a structure is divided as a whole: a list, or a tuple without tensors."""
-    return not _is_structure(value)
-
-
-def _is_structure(value: object) -> bool:
-    """Whether the parts of a value are divided one by one, and not the value itself."""
-    if isinstance(value, list | deque | torch.Tensor):
-        return False
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
-        leaves = tree_leaves(value)
-        return any(isinstance(each, torch.Tensor | dict) for each in leaves)
-    return not _is_one_leaf(value)
-
-
-def _is_one_leaf(value: object) -> bool:
+        return not any(isinstance(each, torch.Tensor | dict) for each in tree_leaves(value))
     leaves = tree_leaves(value, is_leaf=lambda each: each is not value)
-    return len(leaves) == 1 and leaves[0] is value
+    return isinstance(value, list | deque) or (len(leaves) == 1 and leaves[0] is value)
 
 
 def _reduce(argument: Any) -> Any:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
 
 from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
+from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.future import Future
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import RpcError
+from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.thread_pool import pass_gate
+from zrpc.services.groups.call import GroupCall, Target
 from zrpc.services.groups.calls import call_each, make_each, stream_each
 from zrpc.services.groups.future import GroupFuture
-from zrpc.services.groups.target import Joining, Target
+from zrpc.services.groups.service import GroupService
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.rref import RRef
 from zrpc.services.streams.service import StreamService, checked_prefetch
@@ -104,7 +108,7 @@ class WorkerGroup(Group[str]):
         """The names of the workers now."""
         if self._pattern is None:
             return self._members
-        return tuple(names_that_match(current_agent(), self._pattern))
+        return tuple(_names_that_match(current_agent(), self._pattern))
 
     def __contains__(self, member: object) -> bool:
         return super().__contains__(member.name if isinstance(member, WorkerInfo) else member)
@@ -119,54 +123,41 @@ class WorkerGroup(Group[str]):
 
     def call_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
         """Does what `zrpc.rpc_async` does for a group."""
-        agent = current_agent()
-        targets, joining = self._called(agent, partial(_worker, agent))
-        return call_each(agent, targets, body, timeout, joining)
+        call_async = current_agent().caller.call_async
+        return call_each(self._call(lambda to: partial(call_async, to, Kind.CALL), body, timeout))
 
     def stream(self, body: Any, timeout: float, prefetch: int, deadline: float) -> Stream[Any]:
         """Does what `zrpc.rpc_stream` does for a group."""
-        agent, prefetch = current_agent(), checked_prefetch(prefetch)
-        service = agent.service(StreamService)
-
-        def target(info: WorkerInfo) -> Target:
-            def ask(body: Any, seconds: float, plain: bool = False) -> Stream[Any]:
-                return service.open(info, body, timeout, prefetch, seconds, plain)
-
-            return Target(info, info.name, ask)
-
-        targets, joining = self._called(agent, target)
-        return stream_each(agent, targets, body, timeout, deadline, joining)
+        options: Any = {"timeout": timeout, "prefetch": checked_prefetch(prefetch)}
+        opens = current_agent().service(StreamService).open
+        call = self._call(lambda to: _asking(partial(opens, to, **options)), body, deadline)
+        return stream_each(call, timeout)
 
     def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
         """Does what `zrpc.remote` does for a group."""
-        agent = current_agent()
         body = as_actor_class(body[0]), *body[1:]
+        create = partial(RRef._create, current_agent(), made_by=body[0])
+        return RRefGroup(make_each(self._call(lambda to: partial(create, to), body, timeout)))
 
-        def target(info: WorkerInfo) -> Target:
-            return Target(info, info.name, partial(RRef._create, agent, info, made_by=body[0]))
-
-        targets, _ = self._called(agent, target)
-        return RRefGroup(make_each(agent, targets, body, timeout))
-
-    def _called(
-        self, agent: Agent, target: Callable[[WorkerInfo], Target]
-    ) -> tuple[list[Target], Joining | None]:
-        """Returns the targets of a call, and of workers that join meanwhile.
+    def _call(self, ask: Callable[[WorkerInfo], Any], body: Any, timeout: float) -> GroupCall:
+        """Returns a call of the workers, which is asked of one by what ``ask`` returns for it.
 
         Raises:
             RpcError: no worker matches the pattern any longer.
         """
-        members = self.members
-        if self._pattern is not None and not members:
+        agent, members, pattern = current_agent(), self.members, self._pattern
+        if pattern is not None and not members:
             raise RpcError(
-                f"expected workers whose names match {self._pattern!r}, found none in the mesh now"
+                f"expected workers whose names match {pattern!r}, found none in the mesh now"
             )
-        joining = None if self._pattern is None else Joining(self._pattern, target)
-        return [target(agent.membership.find(name)) for name in members], joining
 
+        def joining(info: WorkerInfo) -> Target | None:
+            belongs = pattern is not None and fnmatchcase(info.name, pattern)
+            return Target(info, ask(info)) if belongs else None
 
-def _worker(agent: Agent, info: WorkerInfo) -> Target:
-    return Target(info, info.name, partial(agent.caller.call_async, info, Kind.CALL))
+        infos = [agent.membership.find(name) for name in members]
+        targets = [Target(info, ask(info)) for info in infos]
+        return GroupCall(agent, targets, body, timeout, None if pattern is None else joining)
 
 
 class RRefGroup(Group[RRef[T]]):
@@ -231,21 +222,16 @@ class RRefGroup(Group[RRef[T]]):
         return Proxy(partial(self._ask_for_items, checked_prefetch(prefetch), deadline), timeout)
 
     def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
-        def target(rref: RRef[T]) -> Target:
-            def ask(body: Any, seconds: float, plain: bool = False) -> Any:
-                return rref._ask_for_items(prefetch, seconds, body, timeout, plain)
+        def ask(rref: RRef[T]) -> Any:
+            return _asking(partial(rref._ask_for_items, prefetch, timeout=timeout))
 
-            return _target(rref, ask)
-
-        targets = [target(rref) for rref in self._members]
-        return stream_each(self._agent(), targets, body, timeout, deadline)
+        return stream_each(self._call(ask, body, deadline), timeout)
 
     def _ask(self, body: Any, timeout: float) -> list[Any]:
         return _results(self._ask_async(body, timeout))
 
     def _ask_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
-        targets = [_target(rref, rref._ask_async) for rref in self._members]
-        return call_each(self._agent(), targets, body, timeout)
+        return call_each(self._call(lambda rref: rref._ask_async, body, timeout))
 
     def _ask_remotely(self, body: Any, timeout: float) -> RRefGroup[Any]:
         name, _, _ = body
@@ -255,15 +241,20 @@ class RRefGroup(Group[RRef[T]]):
         _results(GroupFuture(asked, [rref.owner_name() for rref in unknown]))
         for rref in unknown:
             rref._methods |= {name}
-        targets = [_target(rref, rref._ask_for_value) for rref in self._members]
-        return RRefGroup(make_each(self._agent(), targets, body, timeout))
+        return RRefGroup(make_each(self._call(lambda rref: rref._ask_for_value, body, timeout)))
+
+    def _call(self, ask: Callable[[RRef[T]], Any], body: Any, timeout: float) -> GroupCall:
+        """Returns a call of the values, which is asked of one by what ``ask`` returns for it."""
+        targets = [Target(rref.owner(), ask(rref)) for rref in self._members]
+        return GroupCall(self._agent(), targets, body, timeout)
 
     def _agent(self) -> Agent:
         return self._members[0]._service.agent if self._members else current_agent()
 
 
-def _target(rref: RRef[Any], ask: Callable[..., Any]) -> Target:
-    return Target(rref.owner(), rref.owner_name(), ask)
+def _asking(opens: Callable[..., Stream[Any]]) -> Callable[..., Stream[Any]]:
+    """Returns what asks a member for a stream, as `Target.ask`."""
+    return lambda body, seconds, plain=False: opens(body=body, deadline=seconds, plain=plain)
 
 
 def _results(future: Future[list[Any]]) -> list[Any]:
@@ -275,6 +266,74 @@ def _results(future: Future[list[Any]]) -> list[Any]:
         raise
 
 
-def names_that_match(agent: Agent, pattern: str) -> list[str]:
+def gather(
+    agent: Agent, members: str | Iterable[Any], size: int | None, timeout: float, live: bool
+) -> WorkerGroup | RRefGroup[Any]:
+    """Returns a new group; see `zrpc.group`."""
+    if isinstance(members, str):
+        names = _await_workers(agent, members, size, agent.caller.timeout(timeout))
+        return WorkerGroup(names, members if live else None)
+    if size is not None or live:
+        raise ValueError(
+            "expected a pattern of names, such as 'worker*', for size= and live=: a list has its "
+            "members already"
+        )
+    listed = list(members)
+    if not listed:
+        raise ValueError("expected members for a group, found none")
+    if all(isinstance(each, RRef) for each in listed):
+        return RRefGroup(listed)
+    for each in listed:
+        if isinstance(each, bool) or not isinstance(each, str | int | WorkerInfo):
+            raise TypeError(
+                "expected workers (names, ranks, WorkerInfos), or RRefs and nothing else, for a "
+                f"group, found one of type {type(each).__name__}"
+            )
+    return WorkerGroup([agent.membership.find(each).name for each in listed])
+
+
+def _await_workers(agent: Agent, pattern: str, size: int | None, timeout: float) -> list[str]:
+    """Returns the names of the workers that match a pattern, once there are enough of them.
+
+    Raises:
+        RpcTimeoutError: there are not.
+        RpcError: there is none, and no size was given.
+    """
+    names = _names_that_match(agent, pattern)
+    if size is None:
+        if not names:
+            known = ", ".join(info.name for info in agent.get_worker_infos()[:8])
+            raise RpcError(
+                f"expected workers whose names match {pattern!r}, found none; there are {known}. "
+                "Pass size= to wait for them"
+            )
+        return names
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise ValueError(f"expected a size of 1 or more for a group, found {size!r}")
+    scope = current_scope()
+    timeout = timeout if scope is None else scope.bounded(timeout)
+    deadline = monotonic() + timeout
+    gates = agent.service(GroupService).gates
+    handle = agent.joined.add(lambda _: gates.open())
+    try:
+        while True:
+            gate = gates.add()  # first: a worker that joins after the look opens it
+            names = _names_that_match(agent, pattern)
+            if len(names) >= size:
+                return names
+            if agent.closed:
+                raise has_shut_down()
+            left = max(0.0, deadline - monotonic()) if timeout else -1
+            if not pass_gate(gate, left):
+                raise RpcTimeoutError(
+                    f"expected {size} workers whose names match {pattern!r} within {timeout:g} s, "
+                    f"found {len(names)}{': ' if names else ''}{', '.join(names)}"
+                )
+    finally:
+        handle.remove()
+        gates.open()  # the last gate is no longer waited for
+
+
+def _names_that_match(agent: Agent, pattern: str) -> list[str]:
     """Returns the names of the members that match a pattern, by rank."""
     return [info.name for info in agent.get_worker_infos() if fnmatchcase(info.name, pattern)]

@@ -4,101 +4,68 @@ from __future__ import annotations
 
 import contextvars
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
+from collections import deque
 from functools import partial
 from typing import Any
 
 from typing_extensions import override
 
-from zrpc.agent.agent import Agent
 from zrpc.calls.future import Future
 from zrpc.calls.future_error import without_frames
 from zrpc.errors import WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
-from zrpc.services.groups.arguments import Share
+from zrpc.services.groups.call import GroupCall, Joining
 from zrpc.services.groups.future import GroupFuture
-from zrpc.services.groups.packing import Bodies
-from zrpc.services.groups.sharing import Sharing
-from zrpc.services.groups.target import Deadline, Joining, Target
-
-
-class _SharedFuture(GroupFuture[Any]):
-    """The future of all results, in the order of the items."""
-
-    __slots__ = ("_sharer",)
-
-    def __init__(self, sharer: _CallSharer) -> None:
-        self._sharer = sharer
-        names = [f"item {number}" for number in range(len(sharer.parts))]
-        super().__init__(sharer.parts, names, "items")
-
-    @override
-    def cancel(self) -> bool:
-        self._sharer.stop()  # or members that are free now would take more items
-        return super().cancel()
 
 
 class Sharer(ABC):
-    """Gives out the items of one call. Its steps run in the threads that complete its calls.
+    """Gives out the items of one call. Its steps run in the threads that complete its requests.
 
     Args:
-        agent: makes the calls.
-        targets: the members with their places, first the ones to be used first.
-        bodies: makes the requests.
-        items: what is given out.
-        deadline: of the whole.
+        call: has the items, and the members.
     """
 
-    def __init__(
-        self,
-        agent: Agent,
-        targets: Sequence[tuple[int, Target]],
-        bodies: Bodies,
-        items: Sequence[Any],
-        deadline: Deadline,
-    ) -> None:
-        self._agent = agent
-        self._targets = dict(targets)
-        self._known = {target.info.member_id for _, target in targets}
-        self._bodies: Bodies | None = bodies
-        self._items = items
-        self._deadline = deadline
-        self._sharing = Sharing(len(items), self._targets)
+    def __init__(self, call: GroupCall) -> None:
+        self._agent = call.agent
+        self._targets = dict(call.targets)
         self._context = contextvars.copy_context()  # of the caller: its handler, its gradients
-        # Guards what is above, and the steps: one thread runs them, others leave theirs to it.
-        self._lock = UninterruptedLock()
-        self._running = self._again = False
         self._handle: Any = None
+        assert call.shared is not None
+        self._items = call.shared.items
+        # Guards the rest, and the targets. One thread at a time gives out items.
+        self._lock = UninterruptedLock()
+        self._call: GroupCall | None = call
+        self._waiting = deque(range(len(self._items)))
+        self._free = deque(self._targets)  # members that have no item, by place
+        self._busy = 0  # members that have one
+        self._running = False
         self._lost: WorkerDied | None = None
 
     def begin(self, joining: Joining | None) -> None:
         """Gives items to all members; also to workers that join later and belong to the group."""
         if joining is not None:
             self._handle = self._agent.joined.add(partial(self._on_joined, joining))
-            if self._bodies is None:
+            if self._call is None:
                 self._handle.remove()
         self.go_on()
 
     def _on_joined(self, joining: Joining, info: WorkerInfo) -> None:
-        with self._lock:
-            bodies, known = self._bodies, info.member_id in self._known
-            if bodies is None or known or not fnmatchcase(info.name, joining.pattern):
-                return
-            self._known.add(info.member_id)
-        place = bodies.add(info)
+        call, target = self._call, joining(info)
+        known = any(each.info.member_id == info.member_id for each in self._targets.values())
+        if call is None or target is None or known:
+            return
+        place = call.add(info.member_id)
         if place is None:
             return
         with self._lock:
-            self._targets[place] = joining.target(info)
-            self._sharing.join(place)
+            self._targets[place] = target
+            self._free.append(place)
         self.go_on()
 
     def go_on(self) -> None:
         """Gives items to all members that are free."""
         with self._lock:
-            self._again = True
             if self._running:
                 return
             self._running = True
@@ -106,81 +73,88 @@ class Sharer(ABC):
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._lock:
-                    bodies = self._bodies
-                    given = (
-                        self._sharing.next() if bodies is not None and self._has_room() else None
-                    )
-                    if given is None or bodies is None:
-                        if self._again:
-                            self._again = False
-                            continue
-                        self._running = False
-                        break
-                self._try_to_give(*given, bodies)
+            while (given := self._next()) is not None:
+                self._try_to_give(*given)
         except BaseException:  # Ctrl-C, in the thread that has made the call
             with self._lock:
                 self._running = False
             raise
         self._fail_if_stuck()
 
+    def _next(self) -> tuple[int, int, GroupCall] | None:
+        """Returns an item, and the place of a member that gets it; None if it must stop."""
+        with self._lock:
+            call = self._call
+            if call is None or not (self._waiting and self._free and self._has_room()):
+                self._running = False
+                return None
+            self._busy += 1
+            return self._waiting.popleft(), self._free.popleft(), call
+
     def _has_room(self) -> bool:
         """Returns whether another item may be given out now. The lock is held."""
         return True
 
-    def _try_to_give(self, item: int, place: int, bodies: Bodies) -> None:
+    def _try_to_give(self, item: int, place: int, call: GroupCall) -> None:
         try:
-            target, body = self._targets[place], bodies.body(place, self._items[item])
-            self._give(item, target, body, self._deadline.left())
+            body = call.body(place, self._items[item])
+            self._give(item, place, body, call.time_left())
         except Exception as error:
-            self._on_error(item, error)
-
-    def _on_error(self, item: int, error: Exception) -> None:
-        """Fails an item whose member has failed, unless another member gets it."""
-        if not self._end(item, error):
-            self._fail(item, without_frames(error))
+            self._on_error(item, place, error)
 
     @abstractmethod
-    def _give(self, item: int, target: Target, body: Any, seconds: float) -> None:
+    def _give(self, item: int, place: int, body: Any, seconds: float) -> None:
         """Sends an item to a member."""
-
-    def _end(self, item: int, error: object = None) -> bool:
-        """Notes that a member is done with its item; returns whether another one gets it.
-
-        That is so if its member was lost, and has not begun it.
-        """
-        lost = error if isinstance(error, WorkerDied) else None
-        again = lost is not None and lost.executed is False
-        with self._lock:
-            self._sharing.end(item, lost=lost is not None, again=again)
-            self._lost = lost or self._lost
-        return again
 
     @abstractmethod
     def _fail(self, item: int, error: Exception) -> None:
         """Fails an item."""
 
-    def _fail_if_stuck(self) -> None:
+    def _on_error(self, item: int, place: int, error: Exception) -> None:
+        """Fails an item whose member has failed, unless another member gets it."""
+        self._take_back(place, error)
+        if not_begun(error):
+            self.give_again(item)
+        else:
+            self._fail(item, without_frames(error))
+
+    def _take_back(self, place: int, outcome: object = None) -> None:
+        """Notes that a member is done with its item; if it is lost, it gets no other one."""
         with self._lock:
-            lost = self._lost
-            left = self._sharing.stop() if self._sharing.stuck and lost is not None else []
+            self._busy -= 1
+            if isinstance(outcome, WorkerDied):
+                self._lost = outcome
+            else:
+                self._free.append(place)
+
+    def give_again(self, item: int) -> None:
+        """Lets another member have an item whose member was lost."""
+        with self._lock:
+            self._waiting.appendleft(item)
+        self.go_on()
+
+    def _fail_if_stuck(self) -> None:
+        """Fails the items that are left if no member is."""
+        with self._lock:
+            lost, left = self._lost, list(self._waiting)
+            if lost is None or self._free or self._busy:
+                return
+            self._waiting.clear()
         for item in left:
-            assert lost is not None
             error = type(lost)(*lost.args)
             error.executed = False
             self._fail(item, error)
 
-    def stop(self) -> None:
-        """Gives out no more items."""
-        with self._lock:
-            self._sharing.stop()
-
     def finish(self) -> None:
-        """Frees what is kept for further items."""
-        self._bodies = None  # they have what went to all, and its shared memory
+        """Gives out no more items, and frees what is kept for them."""
+        self._call = None  # it has what went to all, and its shared memory
         if self._handle is not None:
             self._handle.remove()
+
+
+def not_begun(error: object) -> bool:
+    """Returns whether a call failed since its worker was lost, which had not begun it."""
+    return isinstance(error, WorkerDied) and error.executed is False
 
 
 class _Item(Future[Any]):
@@ -202,35 +176,31 @@ class _CallSharer(Sharer):
         parts: one future for each item.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._left = len(self._items)
+    def __init__(self, call: GroupCall) -> None:
+        super().__init__(call)
         self.parts = [_Item() for _ in self._items]
-        for part in self.parts:
-            part.add_done_callback(self._on_part_done)
-        if not self.parts:
-            self.finish()
 
     @override
-    def _give(self, item: int, target: Target, body: Any, seconds: float) -> None:
-        if self.parts[item].done():  # it was cancelled
-            self._end(item)
+    def _give(self, item: int, place: int, body: Any, seconds: float) -> None:
+        part = self.parts[item]
+        if part.done():  # it was cancelled
+            self._take_back(place)
             return
-        call: Future[Any] = target.ask(body, seconds)
-        self.parts[item].given = call
-        self.parts[item].add_done_callback(partial(_cancel, call))
-        call.add_done_callback(partial(self._on_answer, item))
+        call: Future[Any] = self._targets[place].ask(body, seconds)
+        part.given = call
+        part.add_done_callback(lambda _: call.cancel())
+        call.add_done_callback(partial(self._on_answer, item, place))
 
-    def _on_answer(self, item: int, call: Future[Any]) -> None:
+    def _on_answer(self, item: int, place: int, call: Future[Any]) -> None:
         try:
             value = call.value()
         except Exception as error:
-            self._on_error(item, error)
+            self._on_error(item, place, error)
         except BaseException as error:  # the outcome of a test, say
-            self._end(item)
+            self._take_back(place)
             self._fail(item, error)
         else:
-            self._end(item)
+            self._take_back(place)
             self.parts[item]._complete_by(self.parts[item]._claim, value)
         self.go_on()
 
@@ -241,40 +211,15 @@ class _CallSharer(Sharer):
             if part._claim():
                 part._keep_error([error])
 
-    def _on_part_done(self, _: Any) -> None:
-        with self._lock:
-            self._left -= 1
-            last = not self._left
-        if last:
-            self.finish()
 
-
-def _cancel(call: Future[Any], _: Any) -> None:
-    call.cancel()
-
-
-def share_out(
-    agent: Agent,
-    targets: Sequence[tuple[int, Target]],
-    bodies: Bodies,
-    share: Share,
-    deadline: Deadline,
-    joining: Joining | None,
-) -> GroupFuture[Any]:
-    """Gives each item to a member that is free; returns the future of all results.
-
-    Args:
-        agent: makes the calls.
-        targets: the members with their places, first the ones to be used first.
-        bodies: makes the requests.
-        share: has the items.
-        deadline: of the whole.
-        joining: which workers that join meanwhile are used, too.
-    """
-    sharer = _CallSharer(agent, targets, bodies, share.items, deadline)
-    future = _SharedFuture(sharer)
+def share_out(call: GroupCall) -> GroupFuture[Any]:
+    """Gives each item to a member that is free; returns the future of all results."""
+    sharer = _CallSharer(call)
+    names = [f"item {number}" for number in range(len(sharer.parts))]
+    future = GroupFuture(sharer.parts, names, "items")
+    future.add_done_callback(lambda _: sharer.finish())  # also if it is cancelled: before the parts
     try:
-        sharer.begin(joining)
+        sharer.begin(call.joining)
     except BaseException:  # Ctrl-C: nobody gets the future
         future.cancel()
         raise

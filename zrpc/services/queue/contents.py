@@ -1,4 +1,4 @@
-"""What is in a queue, and who waits for it. No I/O and no lock in here.
+"""What is in a queue, and who waits for it. No I/O in here.
 
 Items leave in the order in which they came. Takers wait in a line, and so do putters: nobody
 passes another one. A queue is bounded by the number of its items and by their bytes. An item that
@@ -7,12 +7,14 @@ is larger than the bound enters when the queue is empty.
 
 from __future__ import annotations
 
+import queue
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from zrpc.errors import QueueClosed
+from zrpc.runtime.interrupts import UninterruptedLock
 
 
 @dataclass(slots=True, eq=False)
@@ -22,12 +24,10 @@ class Item:
     Attributes:
         value: the value.
         size: in bytes.
-        plain: whether freeing it runs no code of the program.
     """
 
     value: Any
     size: int = 0
-    plain: bool = True
 
 
 def nothing(_: Waiter) -> None:
@@ -66,9 +66,9 @@ class Waiter:
 
 
 class Contents:
-    """The items of a queue, and those that wait. For one thread at a time.
+    """The items of a queue, and those that wait. Any thread may call its methods.
 
-    Each event returns the waiters that now have what they waited for, or an error.
+    Each event lets those go on, by `Waiter.done`, that now have what they waited for, or an error.
 
     Args:
         max_items: the most items; 0 for no limit.
@@ -83,6 +83,8 @@ class Contents:
     def __init__(self, max_items: int, max_bytes: int) -> None:
         self._max_items = max_items
         self._max_bytes = max_bytes
+        # Guards what follows. No other lock is taken while it is held.
+        self._lock = UninterruptedLock()
         self.items: deque[Item] = deque()
         self.nbytes = 0
         self.closed = False
@@ -97,58 +99,91 @@ class Contents:
             0 < self._max_bytes < self.nbytes + max(1, size)
         )
 
-    def add(self, waiter: Waiter) -> Sequence[Waiter]:
-        """Takes a call that puts or takes."""
-        (self._takers if waiter.most else self._putters).append(waiter)
-        return self._match()
+    def add(self, waiter: Waiter) -> bool:
+        """Takes a call that puts or takes; it fails at once if it must not wait.
 
-    def remove(self, waiter: Waiter) -> tuple[bool, Sequence[Waiter]]:
-        """Removes a call that waits no longer; returns whether it did, and what others have."""
-        line = self._takers if waiter.most else self._putters
-        if waiter not in line:
-            return False, ()
-        line.remove(waiter)
-        return True, self._match()
+        Returns:
+            Whether it is done at once. Then it is not told.
+        """
+        with self._lock:
+            self._line_of(waiter).append(waiter)
+            done = self._match()
+            if waiter.timeout == 0 and waiter not in done:
+                done += self._remove(waiter, late(waiter))
+        _tell([each for each in done if each is not waiter])
+        return waiter in done
 
-    def give_back(self, items: Sequence[Item]) -> Sequence[Waiter]:
+    def remove(self, waiter: Waiter, error: BaseException | None = None) -> None:
+        """Removes a call that waits no longer, if it still does; with an error, it is told."""
+        with self._lock:
+            done = self._remove(waiter, error)
+        _tell(done)
+
+    def give_back(self, items: Sequence[Item]) -> None:
         """Puts items back to the front: their taker has not got them."""
-        self.items.extendleft(reversed(items))
-        self.nbytes += sum(item.size for item in items)
-        return self._match()
+        with self._lock:
+            self.items.extendleft(reversed(items))
+            self.nbytes += _size(items)
+            done = self._match()
+        _tell(done)
 
-    def close(self) -> Sequence[Waiter]:
+    def close(self) -> None:
         """Takes no more items. Those that there are can be taken."""
-        self.closed = True
-        return self._match()
+        with self._lock:
+            self.closed = True
+            done = self._match()
+        _tell(done)
 
-    def _match(self) -> Sequence[Waiter]:
+    def _line_of(self, waiter: Waiter) -> deque[Waiter]:
+        return self._takers if waiter.most else self._putters
+
+    def _remove(self, waiter: Waiter, error: BaseException | None) -> list[Waiter]:
+        line = self._line_of(waiter)
+        if waiter not in line:
+            return []
+        line.remove(waiter)
+        waiter.error = error
+        return [*([] if error is None else [waiter]), *self._match()]
+
+    def _match(self) -> list[Waiter]:
         done: list[Waiter] = []
         while True:
             if self._takers and self.items:
-                self._give(taker := self._takers.popleft())
-                done.append(taker)
-            elif self._putters and not self.closed and not self.full(self._size_of_next()):
+                done.append(self._give(self._takers.popleft()))
+            elif self._putters and not self.closed and not self.full(_size(self._putters[0].items)):
                 putter = self._putters.popleft()
                 self.items.extend(putter.items)
-                self.nbytes += sum(item.size for item in putter.items)
+                self.nbytes += _size(putter.items)
                 done.append(putter)
             else:
                 break
         if self.closed:  # and no items are left, if there are takers
-            for waiter in (*self._takers, *self._putters):
-                waiter.error = _closed(waiter)
-                done.append(waiter)
-            self._takers.clear()
-            self._putters.clear()
+            for line in (self._takers, self._putters):
+                for waiter in line:
+                    waiter.error = _closed(waiter)
+                done += line
+                line.clear()
         return done
 
-    def _give(self, taker: Waiter) -> None:
+    def _give(self, taker: Waiter) -> Waiter:
         count = min(taker.most, len(self.items))
         taker.items = [self.items.popleft() for _ in range(count)]
-        self.nbytes -= sum(item.size for item in taker.items)
+        self.nbytes -= _size(taker.items)
+        return taker
 
-    def _size_of_next(self) -> int:
-        return sum(item.size for item in self._putters[0].items)
+
+def _size(items: Sequence[Item]) -> int:
+    return sum(item.size for item in items)
+
+
+def _tell(waiters: Sequence[Waiter]) -> None:
+    for waiter in waiters:
+        waiter.done(waiter)
+
+
+def late(waiter: Waiter) -> BaseException:
+    """Returns the error of a call that has waited for as long as it may."""
+    return queue.Empty() if waiter.most else queue.Full()
 
 
 def _closed(waiter: Waiter) -> QueueClosed:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import queue
+import functools
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import actor
@@ -13,9 +12,9 @@ from zrpc.calls.cancel_scope import current_scope
 from zrpc.errors import OptionError, RpcCancelledError, RpcError
 from zrpc.functions import DEFERRAL, Deferral
 from zrpc.runtime.event_loop import running_loop
-from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
-from zrpc.services.queue.contents import Contents, Item, Waiter
+from zrpc.services.queue.contents import Contents, Item, Waiter, late
 from zrpc.services.queue.size import measure
 
 T = TypeVar("T")
@@ -28,7 +27,7 @@ class QueueCall(Deferral):
     """Marks a method of a queue that may wait: `QueueService` serves it without a thread.
 
     Attributes:
-        waiter: returns what waits, from the arguments of the method.
+        waiter: returns what waits, from the queue and the arguments of the method.
     """
 
     __slots__ = ("waiter",)
@@ -37,35 +36,24 @@ class QueueCall(Deferral):
         self.waiter = waiter
 
 
-def _served_by(waiter: Callable[..., Waiter]) -> Callable[[F], F]:
-    def mark(method: F) -> F:
-        setattr(method, DEFERRAL, QueueCall(waiter))
-        return method
+def _waits(make: F) -> F:
+    """Makes a method that waits, of one that returns what waits."""
 
-    return mark
+    @functools.wraps(make)
+    def method(self: Queue[Any], *args: Any, **kwargs: Any) -> Any:
+        return self._wait(make(self, *args, **kwargs))
 
-
-def _put(item: Any, timeout: float | None = None) -> Waiter:
-    size, plain, _ = measure(item)
-    return Waiter(timeout=_checked(timeout), items=[Item(item, size, plain)])
+    setattr(method, DEFERRAL, QueueCall(make))
+    return method  # type: ignore[return-value]
 
 
-def _put_nowait(item: Any) -> Waiter:
-    return _put(item, 0)
+def _putter(item: Any, timeout: float | None) -> Any:
+    size, _ = measure(item)
+    return Waiter(timeout=_checked(timeout), items=[Item(item, size)])
 
 
-def _get(timeout: float | None = None) -> Waiter:
-    return Waiter(1, timeout=_checked(timeout))
-
-
-def _get_nowait() -> Waiter:
-    return _get(0)
-
-
-def _get_batch(n: int, timeout: float | None = None) -> Waiter:
-    if not isinstance(n, int) or n < 1:
-        raise OptionError(f"expected a batch of 1 or more items, got {n!r}")
-    return Waiter(n, batch=True, timeout=_checked(timeout))
+def _taker(most: int, timeout: float | None, batch: bool = False) -> Any:
+    return Waiter(most, batch, _checked(timeout))
 
 
 def _checked(timeout: float | None) -> float | None:
@@ -117,11 +105,9 @@ class Queue(Generic[T]):
                     f"expected bounds of 0 (no limit) or more, got maxsize={maxsize!r} and "
                     f"maxbytes={maxbytes!r}"
                 )
-        # Guards the contents. No other lock is taken while it is held.
-        self._lock = UninterruptedLock()
-        self._contents = Contents(maxsize, maxbytes)
+        self.contents = Contents(maxsize, maxbytes)
 
-    @_served_by(_put)
+    @_waits
     def put(self, item: T, timeout: float | None = None) -> None:
         """Adds an item at the end; waits until there is room.
 
@@ -134,9 +120,9 @@ class Queue(Generic[T]):
             queue.Full: there was no room in time.
             QueueClosed: the queue is closed.
         """
-        self._wait(_put(item, timeout))
+        return _putter(item, timeout)  # type: ignore[no-any-return]
 
-    @_served_by(_get)
+    @_waits
     def get(self, timeout: float | None = None) -> T:
         """Takes the first item; waits until there is one.
 
@@ -147,49 +133,49 @@ class Queue(Generic[T]):
             queue.Empty: there was none in time.
             QueueClosed: the queue is closed and empty, or all workers have called ``shutdown``.
         """
-        return self._wait(_get(timeout))  # type: ignore[no-any-return]
+        return _taker(1, timeout)  # type: ignore[no-any-return]
 
-    @_served_by(_get_batch)
+    @_waits
     def get_batch(self, n: int, timeout: float | None = None) -> list[T]:
         """Takes the first items, at most ``n``; waits until there is one. Raises as `get`."""
-        return self._wait(_get_batch(n, timeout))  # type: ignore[no-any-return]
+        if not isinstance(n, int) or n < 1:
+            raise OptionError(f"expected a batch of 1 or more items, got {n!r}")
+        return _taker(n, timeout, batch=True)  # type: ignore[no-any-return]
 
-    @_served_by(_put_nowait)
+    @_waits
     def put_nowait(self, item: T) -> None:
         """Adds an item, or raises ``queue.Full`` at once; otherwise as `put`."""
-        self._wait(_put_nowait(item))
+        return _putter(item, 0)  # type: ignore[no-any-return]
 
-    @_served_by(_get_nowait)
+    @_waits
     def get_nowait(self) -> T:
         """Takes the first item, or raises ``queue.Empty`` at once; otherwise as `get`."""
-        return self._wait(_get_nowait())  # type: ignore[no-any-return]
+        return _taker(1, 0)  # type: ignore[no-any-return]
 
     def qsize(self) -> int:
         """Returns the number of items, which may change at once."""
-        return len(self._contents.items)
+        return len(self.contents.items)
 
     def empty(self) -> bool:
         """Returns whether there are no items."""
-        return not self._contents.items
+        return not self.contents.items
 
     def full(self) -> bool:
         """Returns whether a further item has to wait."""
-        return self._contents.full()
+        return self.contents.full()
 
     def close(self) -> None:
         """Takes no more items. Those that are there can be taken; then `get` raises.
 
         Calls that wait in `put` raise, too. It may be called again.
         """
-        with self._lock:
-            done = self._contents.close()
-        _tell(done)
+        self.contents.close()
 
     def __len__(self) -> int:
         return self.qsize()
 
     def __repr__(self) -> str:
-        contents = self._contents
+        contents = self.contents
         state = ", closed" if contents.closed else ""
         return f"<Queue of {len(contents.items)} items, {contents.nbytes} bytes{state}>"
 
@@ -197,47 +183,6 @@ class Queue(Generic[T]):
         raise RpcError(
             "a Queue can't be sent: make it by zrpc.remote, or put it into an RRef, and send that"
         )
-
-    # -- for the service -----------------------------------------------------------------
-
-    def ask(self, waiter: Waiter) -> bool:
-        """Lets a call put or take; returns whether it is done at once.
-
-        If it is not, ``waiter.done`` is called later, unless it leaves. With a timeout of 0, it is
-        done in any case.
-
-        :meta private:
-        """
-        with self._lock:
-            done = self._contents.add(waiter)
-            at_once = waiter in done
-            if not at_once and waiter.timeout == 0:
-                self._contents.remove(waiter)
-                waiter.error = late(waiter)
-                at_once = True
-        _tell([each for each in done if each is not waiter])
-        return at_once
-
-    def leave(self, waiter: Waiter, error: BaseException | None = None) -> None:
-        """Ends the wait of a call, if it still waits; with an error, it is told.
-
-        :meta private:
-        """
-        with self._lock:
-            left, done = self._contents.remove(waiter)
-        if left and error is not None:
-            waiter.error = error
-            waiter.done(waiter)
-        _tell(done)
-
-    def give_back(self, items: Sequence[Item]) -> None:
-        """Puts items back to the front, since their taker has not got them.
-
-        :meta private:
-        """
-        with self._lock:
-            done = self._contents.give_back(items)
-        _tell(done)
 
     # -- within this process ---------------------------------------------------------------
 
@@ -247,11 +192,15 @@ class Queue(Generic[T]):
         gate.acquire()
         waiter.done = lambda _: gate.release()
         try:
-            if not self.ask(waiter):
+            if not self.contents.add(waiter):
                 self._wait_for(waiter, gate)
             return waiter.result()
         except BaseException:  # Ctrl-C
-            self._abandon(waiter)
+            with uninterrupted:
+                self.contents.remove(waiter)
+                if waiter.most:
+                    self.contents.give_back(waiter.items)
+                    waiter.items = []
             raise
         finally:
             waiter.items = []  # the scope refers to the waiter
@@ -266,27 +215,8 @@ class Queue(Generic[T]):
         scope = current_scope()
         if scope is not None:  # of a handler: it must not outlive its caller
             gone = RpcCancelledError("the caller no longer waits for the answer")
-            scope.when_cancelled(partial(self.leave, waiter, gone))
+            scope.when_cancelled(functools.partial(self.contents.remove, waiter, gone))
         seconds = -1 if waiter.timeout is None else min(waiter.timeout, threading.TIMEOUT_MAX)
         if not pass_gate(gate, seconds):
-            self.leave(waiter, late(waiter))
+            self.contents.remove(waiter, late(waiter))
             pass_gate(gate)  # if another thread is about to give it something, that is quick
-
-    def _abandon(self, waiter: Waiter) -> None:
-        """Ends the wait of a call that raises something else; it takes nothing."""
-        self.leave(waiter)
-        with self._lock:
-            done = self._contents.give_back(waiter.items) if waiter.most else ()
-            if waiter.most:
-                waiter.items = []
-        _tell(done)
-
-
-def late(waiter: Waiter) -> BaseException:
-    """Returns the error of a call that has waited for as long as it may."""
-    return queue.Empty() if waiter.most else queue.Full()
-
-
-def _tell(waiters: Sequence[Waiter]) -> None:
-    for waiter in waiters:
-        waiter.done(waiter)

@@ -16,8 +16,8 @@ error. The others of its batch go back.
 
 from __future__ import annotations
 
-import threading
 import time
+from collections import deque
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
@@ -33,8 +33,9 @@ from zrpc.calls.pending_call import NEVER
 from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import QueueClosed, RpcError
 from zrpc.functions import Deferral
-from zrpc.services.queue.contents import Item, Waiter, nothing
-from zrpc.services.queue.queue import Queue, QueueCall, late
+from zrpc.runtime.alarm import Alarm
+from zrpc.services.queue.contents import Item, Waiter, late, nothing
+from zrpc.services.queue.queue import Queue, QueueCall
 from zrpc.services.queue.size import measure
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -56,9 +57,9 @@ class QueueService(Service):
         self._waiting: dict[Waiter, Queue[Any]] = {}
         self._queues: WeakSet[Queue[Any]] = WeakSet()
         self._used_at = 0.0  # when a call has come
-        # Guards when `_look` is called next; no other lock is taken while it is held.
-        self._lock = threading.Lock()
-        self._next_look = NEVER
+        # The items that were taken. Finalizers are the program's code, so the pool frees them.
+        self._taken: deque[list[Item]] = deque()
+        self._alarm = Alarm(agent.event_loop, self._end_late)
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -78,16 +79,17 @@ class QueueService(Service):
         self, request: Message, sink: ResultSink, call: QueueCall, target: tuple[Any, Any, Any]
     ) -> None:
         """Lets a call put or take, now or later; in the thread that has unpickled it."""
+        self._taken.clear()
         method, args, kwargs = target
         queue: Queue[Any] = method.__self__
-        waiter = call.waiter(*args, **kwargs)
+        waiter = call.waiter(queue, *args, **kwargs)
         self._check(request, waiter)
         waiter.done = partial(self._answer_later, request, sink, queue)
         self._queues.add(queue)
         self._used_at = now = time.monotonic()
         waiter.due = NEVER if waiter.timeout is None else now + waiter.timeout
         self._waiting[waiter] = queue
-        at_once = queue.ask(waiter)
+        at_once = queue.contents.add(waiter)
         if (mailbox := request.scope.mailbox) is not None:
             mailbox.do(mailbox.end(request.scope))  # the next call need not wait for the answer
         if at_once:
@@ -97,28 +99,16 @@ class QueueService(Service):
         request.scope.outcome_from = "an item" if waiter.most else "room in the queue"
         sink.defer(request)
         request.scope.when_cancelled(partial(self._leave, queue, waiter))
-        self._set_timer(waiter.due)
+        self._alarm.set(waiter.due)
 
-    def _set_timer(self, due: float) -> None:
-        """Arranges that `_look` is called when the first of the calls that wait is late."""
-        with self._lock:
-            if due >= self._next_look:
-                return
-            self._next_look = due
-        delay = max(0.0, due - time.monotonic())
-        self.agent.event_loop.call_later(delay, partial(self._look, due))
-
-    def _look(self, due: float) -> None:
+    def _end_late(self) -> float:
         """Ends the calls that have waited for as long as they may; in the event loop's thread."""
-        with self._lock:
-            if self._next_look == due:
-                self._next_look = NEVER
         now = time.monotonic()
         waiting = list(self._waiting.items())
         for waiter, queue in waiting:
             if waiter.due <= now:
-                queue.leave(waiter, late(waiter))
-        self._set_timer(min((w.due for w, _ in waiting if w.due > now), default=NEVER))
+                queue.contents.remove(waiter, late(waiter))
+        return min((waiter.due for waiter, _ in waiting if waiter.due > now), default=NEVER)
 
     def _check(self, request: Message, waiter: Waiter) -> None:
         """Raises an error if a call can't be served."""
@@ -128,7 +118,7 @@ class QueueService(Service):
                 "rpc_sync() or rpc_async()"
             )
         in_context = not waiter.most and self.agent.codec.in_context(request)
-        if in_context and measure(waiter.items[0].value).in_graph:
+        if in_context and measure(waiter.items[0].value)[1]:
             raise RpcError(
                 "expected an item without gradients, found a tensor that needs them, in an "
                 "autograd context: a queue carries no gradients, so put tensor.detach()"
@@ -136,7 +126,7 @@ class QueueService(Service):
 
     def _leave(self, queue: Queue[Any], waiter: Waiter) -> None:
         self._waiting.pop(waiter, None)
-        queue.leave(waiter)
+        queue.contents.remove(waiter)
 
     def _answer_later(
         self, request: Message, sink: ResultSink, queue: Queue[Any], waiter: Waiter
@@ -164,12 +154,13 @@ class QueueService(Service):
         waiter.items, waiter.done = [], nothing
         self._sent[key] = queue, items
         sent = self.agent.callee.answer(request, value, (Tag.RECEIPT, b""))
-        gone = request.scope.cancelled if not sent else request.sender in self._lost
+        lost = self.agent.membership.lost
+        gone = request.sender in lost if sent else request.scope.cancelled
         if gone:
             self._take_back(key)
         elif not sent:  # an item can't be pickled: its taker has the error
             self._sent.pop(key, None)
-            queue.give_back([each for each in items if self._can_be_sent(request, each)])
+            queue.contents.give_back([each for each in items if self._can_be_sent(request, each)])
 
     def _can_be_sent(self, request: Message, item: Item) -> bool:
         encoder = self.agent.codec.answer_encoder(request)
@@ -180,10 +171,6 @@ class QueueService(Service):
         finally:
             encoder.abort()
         return True
-
-    @property
-    def _lost(self) -> Collection[MemberId]:
-        return self.agent.membership.lost
 
     # -- receipts, in the I/O thread -----------------------------------------------------
 
@@ -200,15 +187,13 @@ class QueueService(Service):
             self._take_back(key)
             return
         _, items = self._sent.pop(key, (None, []))
-        if not all(item.plain for item in items):
-            # Finalizers are the program's code, so they run in the pool.
-            self.agent.receiver.run(items.clear)
+        self._taken.append(items)
 
     def _take_back(self, key: tuple[MemberId, int]) -> None:
         """Puts the items of an answer back to the front of their queue, once."""
         queue, items = self._sent.pop(key, (None, []))
         if queue is not None:
-            queue.give_back(items)
+            queue.contents.give_back(items)
 
     # -- events of the agent -------------------------------------------------------------
 
@@ -220,7 +205,7 @@ class QueueService(Service):
             if queue is not None:
                 back.setdefault(queue, []).extend(items)
         for queue, items in back.items():
-            queue.give_back(items)
+            queue.contents.give_back(items)
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
@@ -237,14 +222,16 @@ class QueueService(Service):
 
     @override
     def tick(self) -> None:
-        """Ends the calls that wait, once no worker will put or take any more."""
+        """Frees what was taken. Ends the calls that wait, once no worker will put or take more."""
+        if self._taken:
+            self.agent.receiver.run(self._taken.clear)
         if not self._waiting or not self.agent.graceful_shutdown.ends_waits:
             return
         if time.monotonic() - self._used_at > _QUIET_SECONDS:
             for waiter, queue in list(self._waiting.items()):
                 what = "put an item" if waiter.most else "make room in the queue"
                 why = f"no worker will {what}: all have called shutdown, or this one leaves"
-                queue.leave(waiter, QueueClosed(why))
+                queue.contents.remove(waiter, QueueClosed(why))
 
     @override
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,23 +12,13 @@ _BYTES = (bytes, bytearray, str)
 _OBJECT_BYTES = 64
 
 
-class Measure(NamedTuple):
-    """What is known of a value.
+def measure(value: Any) -> tuple[int, bool]:
+    """Returns the bytes of a value, and whether it needs gradients.
 
-    Attributes:
-        size: the bytes of its tensors, arrays, strings and other parts.
-        plain: whether it is made of these only, so that freeing it runs no code of the program.
-        in_graph: whether some tensor in it was computed from others that need gradients.
+    The bytes are those of its tensors, arrays, strings and other parts, also in containers and in
+    attributes of objects. It needs gradients if a tensor in it was computed from others that do.
     """
-
-    size: int
-    plain: bool
-    in_graph: bool
-
-
-def measure(value: Any) -> Measure:
-    """Returns how large a value is. It looks into containers and the attributes of objects."""
-    size, plain, in_graph = 0, True, False
+    size, in_graph = 0, False
     left, seen = [value], set[int]()
     while left:
         part = left.pop()
@@ -41,7 +31,6 @@ def measure(value: Any) -> Measure:
         elif isinstance(part, torch.Tensor):
             size += _bytes_of(part)
             in_graph |= part.grad_fn is not None
-            plain &= kind in (torch.Tensor, torch.nn.Parameter)
         elif id(part) not in seen:
             seen.add(id(part))
             if isinstance(part, dict):
@@ -49,10 +38,9 @@ def measure(value: Any) -> Measure:
             elif isinstance(part, (tuple, list, set, frozenset)):
                 left += part
             else:
-                plain = False
                 size += _bytes_of(part)
                 left += _attributes_of(part)
-    return Measure(size, plain, in_graph)
+    return size, in_graph
 
 
 def _bytes_of(part: Any) -> int:

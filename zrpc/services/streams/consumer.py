@@ -7,10 +7,8 @@ that wants an item opens a batch, and then takes item by item from a deque.
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -18,16 +16,10 @@ from typing_extensions import override
 from zrpc.agent.agent import Agent
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import RpcTimeoutError
-from zrpc.runtime.interrupts import (
-    UninterruptedLock,
-    raise_if_of_handler,
-    run_interruptibly,
-    uninterrupted,
-)
-from zrpc.runtime.thread_pool import current_pool, pass_gate
+from zrpc.runtime.interrupts import raise_if_of_handler, run_interruptibly, uninterrupted
 from zrpc.services.streams.batches import Credit, parts_of
 from zrpc.services.streams.inflow import Inflow
-from zrpc.services.streams.source import Source, present_reader
+from zrpc.services.streams.source import Source
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
 
@@ -45,16 +37,16 @@ class Consumer(Source):
         ended: called when nothing more can arrive.
 
     Attributes:
-        call: the same.
-        items: those that can be taken at once, without a lock.
-        used_at: when the program last asked for more, on the clock of ``time.monotonic``.
-        read_by: by whom; see `present_reader`.
+        call, inflow: the same.
         returned: whether the function was no generator, and its value is the outcome.
-        reader: what reads it together with others; None if it is read alone.
+        reader: what reads it: itself, or one that reads several together.
+        place: which of those it is.
+        asked: for how long the reader had waited when it last gave an item; see `Source.waited`.
     """
 
     returned = False
-    reader: Source | None = None
+    place = 0
+    asked = 0.0
 
     def __init__(
         self,
@@ -64,61 +56,43 @@ class Consumer(Source):
         timeout: float,
         ended: Callable[[Consumer], None],
     ) -> None:
-        self._agent = agent
+        super().__init__(agent, timeout)
         self.call = call
-        self.timeout = timeout
+        self.reader: Any = self
         self._ended = ended
-        self.items: deque[Any] = deque()
-        # Guards what follows; no other lock is taken, and nothing is freed, while it is held.
-        self._lock = UninterruptedLock()
-        self._inflow = inflow
-        self._wakers: list[Callable[[], object]] = []
+        self.inflow = inflow  # guarded by the lock; nothing is freed while that is held
         self._opening = False  # whether a reader opens a batch; that one resets it, without a lock
-        self._notify: Callable[[], object] | None = None
-        self.used_at = monotonic()
-        self.read_by = present_reader()
 
     @property
     @override
-    def name(self) -> str:
-        """What the program called."""
-        return self.call.title
+    def title(self) -> str:
+        """What it is called in messages to people."""
+        return f"{self.call.title} on {self._agent.membership.infos[self.call.peer].name}"
 
-    @property
     @override
-    def where(self) -> str:
-        """Which worker runs it."""
-        return self._agent.membership.infos[self.call.peer].name
+    def opened(self) -> list[Consumer]:
+        """Returns itself."""
+        return [self]
 
-    @property
-    def complete(self) -> bool:
-        """Whether nothing more can arrive."""
-        return self._inflow.complete
+    def follow(self, reader: Source, place: int) -> None:
+        """Leaves it to another one to read this; notifies it now, as something may have arrived."""
+        self.asked = reader.waited()
+        self.reader, self.place = reader, place
+        self.reader.notify(self)
 
-    @property
-    def outcome(self) -> Any:
-        """What has ended the stream: an answer or an error."""
-        return self._inflow.outcome[0]
-
-    @property
-    def calls(self) -> list[PendingCall]:
-        """The call, as those of several streams."""
-        return [self.call]
-
-    def follow(self, reader: Source, notify: Callable[[], object]) -> None:
-        """Notifies a reader whenever something has arrived; also now, as it may have."""
-        self.reader, self._notify = reader, notify
-        notify()
+    def notify(self, _: Consumer) -> None:
+        """Learns that something has arrived. In any thread, also the one that receives."""
+        self.wake()
 
     # -- in the I/O thread -----------------------------------------------------------------
 
     def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived."""
-        self._post(self._tell_readers(partial(self._add, batch)))
+        self._post(self._change(partial(self._add, batch)))
 
     def _add(self, batch: Message) -> Credit | None:
-        self._inflow.arrive(batch)
-        return self._inflow.credit(len(self.items), always=True)
+        self.inflow.arrive(batch)
+        return self.inflow.credit(len(self.items), always=True)
 
     def on_settled(self, call: PendingCall) -> None:
         """Takes the answer of the call, or the error that came instead."""
@@ -132,43 +106,27 @@ class Consumer(Source):
 
     def end(self, outcome: Any, total: int | None = None) -> None:
         """Ends the stream, after its batches; see `Inflow.end`. In any thread."""
-        self._tell_readers(partial(self._inflow.end, outcome, total))
+        self._change(partial(self.inflow.end, outcome, total))
 
-    def _tell_readers(self, change: Callable[[], T]) -> T:
-        """Returns what ``change()`` does, which takes what has come; then wakes the readers."""
-        wakers: list[Callable[[], object]] = []
+    def _change(self, change: Callable[[], T]) -> T:
+        """Returns what ``change()`` does, which takes what has come; then notifies the reader."""
         try:
             with self._lock:
                 value = change()
-                complete = self._inflow.complete
-                wakers = self._take_wakers()
-            if complete:
+            if self.inflow.complete:
                 self._ended(self)
         except Exception as error:  # no memory for a frame, say: they would wait for what has come
             self.close(error)
             raise
         finally:
-            for wake in wakers:
-                wake()
+            self.reader.notify(self)
         return value
-
-    def _take_wakers(self) -> list[Callable[[], object]]:
-        wakers, self._wakers = self._wakers, []
-        if self._notify is not None:
-            wakers.append(self._notify)
-        return wakers
 
     def _post(self, credit: Credit | None) -> None:
         if credit is not None:
             self._agent.outbox.post(self.call.peer, credit.dump(self.call.call_id))
 
     # -- in any thread ---------------------------------------------------------------------
-
-    @property
-    @override
-    def is_awaited(self) -> bool:
-        """Whether a thread or a task waits for an item."""
-        return bool(self._wakers)
 
     @override
     def close(self, outcome: Exception | None = None) -> None:
@@ -181,54 +139,34 @@ class Consumer(Source):
             with self._lock:
                 dropped: list[Any] = [*self.items]
                 self.items.clear()
-                if not self._inflow.over:
-                    dropped.append(self._inflow.abort(outcome))
-                wakers = self._take_wakers()
+                if not self.inflow.over:
+                    dropped.append(self.inflow.abort(outcome))
             self._ended(self)
-            for wake in wakers:
-                wake()
+            self.reader.notify(self)
             self.call.cancel()
 
     # -- in the thread that wants items ----------------------------------------------------
 
     @override
-    def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
-        call, ident, receive = self.call, threading.get_ident(), None
-        if current_pool() is None and call.peer != self._agent.membership.own_id:
-            receive = self._agent.receiver.receive
-        call.waiters = (*call.waiters, ident)  # for `zrpc stacks`
-        try:
-            pass_gate(gate, -1 if seconds is None else seconds, receive)
-        finally:
-            call.waiters = tuple(each for each in call.waiters if each != ident)
+    def _begin(self) -> None:
+        if not self._waits:  # one that polls may do so for as long as it likes
+            self.asked = self.waited()
 
     @override
-    def _countdown(self) -> Callable[[], float | None]:
-        """Returns a function that returns the seconds left for an item, None without a limit.
-
-        It raises RpcTimeoutError once there are none, and closes the stream.
-        """
-        calls = self._agent.caller.calls
-        end = monotonic() + self.timeout - calls.postponed
-
-        def left() -> float | None:
-            if not self.timeout:
-                return None
-            seconds = end + calls.postponed - monotonic()
-            if seconds <= 0:
-                error = self.timed_out()
-                self.close(error)
-                raise error
-            return seconds
-
-        return left
+    def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
+        call, ident = self.call, threading.get_ident()
+        call.waiters = (*call.waiters, ident)  # for `zrpc stacks`
+        try:
+            super()._wait(gate, seconds)
+        finally:
+            call.waiters = tuple(each for each in call.waiters if each != ident)
 
     def timed_out(self) -> RpcTimeoutError:
         """Returns the error of an item that has taken too long."""
         call, callees = self.call, self._agent.callees
         return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({self.timeout * 1000:.0f} ms) and will now be "
-            f"marked with an error: no item of the stream {self.name} has come "
+            f"RPC ran for more than set timeout ({self._timeout * 1000:.0f} ms) and will now be "
+            f"marked with an error: no item of the stream {self.call.title} has come "
             f"from {callees.describe(call.peer)}"
             f"{callees.explain(call.peer, call.call_id)}. The timeout is for each item: pass a "
             "longer one, or 0 for no limit. The stream is closed"
@@ -246,14 +184,14 @@ class Consumer(Source):
         """
         with uninterrupted:
             with self._lock:
-                self.used_at, self.read_by = monotonic(), present_reader()
                 if self.items:
+                    self.asked = self.reader.waited()
                     return True
                 if self._opening:
                     return False
-                batch, over = self._inflow.first(), self._inflow.over
+                batch, over = self.inflow.first(), self.inflow.over
                 self._opening = batch is not None
-                credit = None if self._opening or over else self._inflow.credit(0)
+                credit = None if self._opening or over else self.inflow.credit(0)
             self._post(credit)  # before the program waits
             if batch is not None:
                 values: list[Any] = []
@@ -262,18 +200,20 @@ class Consumer(Source):
                     self._open(batch, values, failure)
                 finally:
                     self._opening = False
-                    self._wake_readers()
+                    self.reader.notify(self)
         if batch is None and over:
             raise StopIteration(self._value())
+        self.asked = self.reader.waited() if self.items else self.asked
         return bool(self.items)
 
     def _value(self) -> Any:
         """Returns the value of the outcome, or raises its error."""
+        [outcome] = self.inflow.outcome
         try:
-            return None if self.outcome is None else self._agent.caller.decode(self.outcome)
+            return None if outcome is None else self._agent.caller.decode(outcome)
         except (StopIteration, StopAsyncIteration) as error:  # as in any generator
             raise RuntimeError(
-                f"the function of the stream {self.name} raised {error!r}"
+                f"the function of the stream {self.call.title} raised {error!r}"
             ) from error
 
     def _unpack(self, batch: Message, values: list[Any]) -> Exception | None:
@@ -294,13 +234,13 @@ class Consumer(Source):
         """Lets the program take the items of a batch; a failure ends the stream behind them."""
         dropped: object = None
         with self._lock:
-            if self._inflow.first() is not batch:  # it was closed meanwhile
+            if self.inflow.first() is not batch:  # it was closed meanwhile
                 return
-            self._inflow.open(len(values))
+            self.inflow.open(len(values))
             self.items.extend(values)
-            credit = self._inflow.credit(max(0, len(values) - 1))
+            credit = self.inflow.credit(max(0, len(values) - 1))
             if failure is not None:
-                dropped = self._inflow.abort(failure.with_traceback(None))
+                dropped = self.inflow.abort(failure.with_traceback(None))
         if failure is None:
             self._post(credit)
         else:
@@ -308,25 +248,9 @@ class Consumer(Source):
             self.call.cancel()
         del dropped
 
-    def _wake_readers(self) -> None:
-        with self._lock:
-            wakers = self._take_wakers()
-        for wake in wakers:
-            wake()
-
     @override
-    def _will_wake(self, waker: Callable[[], object]) -> bool:
-        """Calls a waker when there may be items; returns False if there may be some now."""
-        with uninterrupted, self._lock:
-            ready = self._inflow.over or self._inflow.first() is not None
-            if self.items or (ready and not self._opening):
-                return False
-            self._wakers.append(waker)
-        return True
-
-    @override
-    def _forget_waker(self, waker: Callable[[], object]) -> None:
-        """Forgets one that was not called, since its reader no longer waits."""
+    def is_ready(self) -> bool:
+        """Returns whether there are items, or a batch or an end that nobody opens yet."""
         with self._lock:
-            if waker in self._wakers:
-                self._wakers.remove(waker)
+            ready = self.inflow.over or self.inflow.first() is not None
+            return bool(self.items) or (ready and not self._opening)

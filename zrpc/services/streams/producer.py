@@ -12,12 +12,11 @@ and the like are packed by the batch.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import Callable
 from functools import partial
 from sys import getsizeof
 from time import monotonic
@@ -35,6 +34,7 @@ from zrpc.errors import RpcCancelledError
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.services.streams.batches import Credit, dump_batch
 from zrpc.services.streams.outflow import Outflow, Step
+from zrpc.services.streams.source import complete_in_loop
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
@@ -53,12 +53,13 @@ _SMALL_BYTES = 1 << 12
 
 
 class Producer:
-    """Runs one generator. Any thread may call its methods.
+    """Runs one generator. Any thread may call its methods. Made in the context that it runs in.
 
     Args:
         agent: this worker's.
         request: the call of the generator.
         outflow: how far it may run.
+        generator: the generator.
 
     Attributes:
         done: completed, with None, when the generator has ended.
@@ -66,20 +67,16 @@ class Producer:
         outflow: the rules, for reading.
     """
 
-    def __init__(self, agent: Agent, request: Message, outflow: Outflow) -> None:
+    def __init__(self, agent: Agent, request: Message, outflow: Outflow, generator: Any) -> None:
         self._agent = agent
         self._request = request
         self._scope: CancelScope = request.scope
+        self._generator = generator
         self.outflow = outflow
         # Guards the rules. No other lock is taken, and nothing is sent, while it is held.
         self._lock = threading.Lock()
         self.done: Future[None] = Future()
         self.error: BaseException | None = None
-
-    @property
-    def name(self) -> str:
-        """The name of the generator's function."""
-        return name_of_function(self._scope.function)
 
     def start(self) -> None:
         """Begins to run the generator."""
@@ -189,30 +186,24 @@ class Producer:
 
     def _report_close(self, error: BaseException) -> None:
         """Logs what a generator has raised when it was closed: nobody else gets to know."""
+        name = name_of_function(self._scope.function)
         ignored = isinstance(error, RuntimeError) and "ignored GeneratorExit" in str(error)
         if ignored:
             logger.error(
                 "On %s: the generator %s has yielded while it was closed: expected it to clean up "
                 "and return; it is abandoned",
                 self._agent.worker_info,
-                self.name,
+                name,
             )
         elif not isinstance(error, (asyncio.CancelledError, RpcCancelledError)):
-            self._agent.callee.report_failure(error, self.name)
+            self._agent.callee.report_failure(error, name)
 
 
 class PlainProducer(Producer):
-    """Runs a plain generator. Made in the context that it runs in."""
+    """Runs a plain generator."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        request: Message,
-        outflow: Outflow,
-        generator: Generator[Any, None, Any],
-    ) -> None:
-        super().__init__(agent, request, outflow)
-        self._generator = generator
+    def __init__(self, agent: Agent, request: Message, *args: Any) -> None:
+        super().__init__(agent, request, *args)
         self._context = contextvars.copy_context()
         self._device = device_of(request)
         # The modes of torch that the generator has set.
@@ -270,17 +261,10 @@ class PlainProducer(Producer):
 
 
 class AsyncProducer(Producer):
-    """Runs an asynchronous generator. Made in the context that it runs in."""
+    """Runs an asynchronous generator."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        request: Message,
-        outflow: Outflow,
-        generator: AsyncGenerator[Any, None],
-    ) -> None:
-        super().__init__(agent, request, outflow)
-        self._generator = generator
+    def __init__(self, agent: Agent, *args: Any) -> None:
+        super().__init__(agent, *args)
         # Starts its task, and then ends its latest rest.
         run = partial(agent.event_loop.run, self._drive(), contextvars.copy_context())
         self._wake: Callable[[], object] = run
@@ -310,7 +294,7 @@ class AsyncProducer(Producer):
         while (step := self._next_step()) is not Step.CLOSE:
             if step is Step.REST:
                 woken: asyncio.Future[None] = loop.create_future()
-                self._wake = partial(_tell, loop, woken)
+                self._wake = partial(complete_in_loop, loop, woken)
                 if self._rest():
                     await woken
                     self._scope.rests = False
@@ -323,41 +307,16 @@ class AsyncProducer(Producer):
             except StopAsyncIteration:
                 return
             if self._add(value, in_loop=True) is None:
-                added: asyncio.Future[None] = loop.create_future()
-                job = partial(self._add_elsewhere, partial(_tell, loop, added), value)
-                fail = partial(_fail, loop, added)
-                self._agent.receiver.run(RequestJob(self._request, fail, job))
-                await added
+                await self._add_in_pool(loop, value)
 
-    def _add_elsewhere(self, tell: Callable[..., None], value: Any, _: Message) -> None:
-        """Packs an item in a thread of the pool."""
-        try:
+    async def _add_in_pool(self, loop: asyncio.AbstractEventLoop, value: Any) -> None:
+        added: asyncio.Future[None] = loop.create_future()
+        tell = partial(complete_in_loop, loop, added)
+
+        def add(_: Message) -> None:
             self._add(value)
-        except BaseException as error:
-            tell(error)
-        else:
             tell()
 
-
-def _fail(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[None],
-    _: Message,
-    error: BaseException,
-) -> None:
-    _tell(loop, future, error)
-
-
-def _tell(
-    loop: asyncio.AbstractEventLoop,
-    future: asyncio.Future[None],
-    error: BaseException | None = None,
-) -> None:
-    """Completes a future of a loop's, in any thread."""
-
-    def complete() -> None:
-        if not future.done():
-            future.set_result(None) if error is None else future.set_exception(error)
-
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(complete)
+        job = RequestJob(self._request, lambda _, error: tell(error), add)
+        self._agent.receiver.run(job)
+        await added

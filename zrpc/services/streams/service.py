@@ -28,14 +28,14 @@ from zrpc.calls.callee import Callee
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
 from zrpc.calls.pending_call import PendingCall
-from zrpc.calls.result_sink import Called, ResultSink, SinkBefore
+from zrpc.calls.result_sink import SinkBefore
 from zrpc.errors import (
     NotInitializedError,
     OptionError,
     RpcError,
     has_shut_down,
 )
-from zrpc.functions import ASYNC_MARK, DEFERRAL, Deferral
+from zrpc.functions import ASYNC_MARK, DEFERRAL
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.rref.extended import Call, MakesStreams, Resolve
 from zrpc.services.rref.service import RRefService
@@ -121,7 +121,7 @@ class StreamService(Service, MakesStreams):
     def readers(self) -> dict[int, Any]:
         """Returns what reads each stream, by the number of its call; see `present_reader`."""
         consumers = list(self._consumers.items())
-        return {number: (each.reader or each).read_by for number, each in consumers}
+        return {number: each.reader.read_by for number, each in consumers}
 
     def _on_items(self, batch: Message) -> None:
         consumer = self._consumers.get(batch.call_id)
@@ -148,7 +148,7 @@ class StreamService(Service, MakesStreams):
     def _resolve(self, request: Message, resolve: Resolve) -> Call:
         """Returns a function that runs the generator, and returns a future of its end."""
         function, args, kwargs = resolve()
-        plain = _may_be_plain(request)
+        _, _, plain = request.attachment(Tag.STREAM)
         if plain and (iscoroutinefunction(function) or hasattr(function, DEFERRAL)):
             return function, args, kwargs
         if hasattr(function, DEFERRAL):  # a service must run it, and it gives one value
@@ -172,11 +172,11 @@ class StreamService(Service, MakesStreams):
     def _start(self, request: Message, result: Any, name: str) -> Future[None]:
         prefetch, max_bytes, _ = request.attachment(Tag.STREAM)
         outflow = Outflow(prefetch, max_bytes)
-        producer: Producer
+        make: type[Producer]
         if isinstance(result, Generator):
-            producer = PlainProducer(self.agent, request, outflow, result)
+            make = PlainProducer
         elif isinstance(result, AsyncGenerator):
-            producer = AsyncProducer(self.agent, request, outflow, result)
+            make = AsyncProducer
         else:
             if isinstance(result, CoroutineType):
                 result.close()
@@ -184,6 +184,7 @@ class StreamService(Service, MakesStreams):
                 f"expected a generator for rpc_stream, found {name}, which has returned a value of "
                 f"type {type(result).__name__}: call it by rpc_sync, or let it yield its items"
             )
+        producer = make(self.agent, request, outflow, result)
         self._producers[request.sender, request.call_id] = producer
         producer.start()
         return producer.done
@@ -217,7 +218,7 @@ class StreamService(Service, MakesStreams):
             return
         before = time.monotonic() - _UNREAD_SECONDS
         for consumer in list(self._consumers.values()):
-            reader = consumer.reader or consumer
+            reader = consumer.reader
             if reader.used_at < before and not reader.is_awaited and not self._serves(consumer):
                 consumer.close(_of_shutdown())
         if not shutdown.all_begun:  # this worker leaves alone
@@ -294,13 +295,6 @@ class _EndSink(SinkBefore[Callee]):
         self._service.take_producer(request)
         self._sink.fail(request, error, report)
 
-    def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
-        """Takes a function that a service calls later, and that is no generator."""
-        if _may_be_plain(request):
-            self._sink.hand_over(request, first, mark, call)
-            return
-        self.fail(request, TypeError(f"expected a generator for rpc_stream, found {call[0]!r}"))
-
 
 def checked_prefetch(prefetch: Any) -> int:
     """Returns a number of items.
@@ -311,11 +305,6 @@ def checked_prefetch(prefetch: Any) -> int:
     if not isinstance(prefetch, int) or prefetch < 1:
         raise OptionError(f"prefetch must be a number of items, at least 1, but got {prefetch!r}")
     return prefetch
-
-
-def _may_be_plain(request: Message) -> bool:
-    """Returns whether the function that a request asks for may also be no generator."""
-    return bool(request.attachment(Tag.STREAM)[2])
 
 
 def _of_shutdown() -> NotInitializedError:

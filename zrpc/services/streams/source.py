@@ -8,16 +8,28 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from time import monotonic
 from typing import Any
 
+from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
+from zrpc.calls.pending_call import PendingCall
 from zrpc.runtime.event_loop import running_loop
+from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
+from zrpc.runtime.thread_pool import current_pool, pass_gate
 
 
 class Source(ABC):
     """The items of one or of several generators. Any thread may call its methods.
+
+    The time limit of an item runs only while a reader waits. So the source counts for how long
+    readers have waited, and each consumer knows how much that was when it last gave an item.
+
+    Args:
+        agent: this worker's.
+        timeout: the longest wait for an item of a generator, in seconds; 0 means no limit.
 
     Attributes:
         items: those that can be taken at once, without a lock.
@@ -25,24 +37,28 @@ class Source(ABC):
         read_by: by whom; see `present_reader`.
     """
 
-    items: deque[Any]
-    used_at: float
-    read_by: Any
+    def __init__(self, agent: Agent, timeout: float) -> None:
+        self._agent = agent
+        self._timeout = timeout
+        self.items: deque[Any] = deque()
+        self.used_at = monotonic()
+        self.read_by = present_reader()
+        # What wakes those who wait. One is appended before it is looked whether there are items,
+        # and they are taken after there may be some.
+        self._wakers: deque[Callable[[], object]] = deque()
+        # Guards what follows, and what subclasses say; no other lock is taken while it is held.
+        self._lock = UninterruptedLock()
+        self._waits: set[Callable[[], object]] = set()  # the wakers of those who wait
+        self._waited_before = self._waits_since = 0.0
 
     @property
     @abstractmethod
-    def name(self) -> str:
-        """What the program called."""
+    def title(self) -> str:
+        """What it is called in messages to people."""
 
-    @property
     @abstractmethod
-    def where(self) -> str:
-        """Which worker runs it, or how many do."""
-
-    @property
-    @abstractmethod
-    def is_awaited(self) -> bool:
-        """Whether a thread or a task waits for an item."""
+    def opened(self) -> Sequence[Any]:
+        """Returns the consumers (see `Consumer`) that are not read to their ends."""
 
     @abstractmethod
     def has_items(self) -> bool:
@@ -54,8 +70,24 @@ class Source(ABC):
         """
 
     @abstractmethod
+    def is_ready(self) -> bool:
+        """Returns whether `has_items` may find something now."""
+
+    @abstractmethod
     def close(self) -> None:
         """Ends it at once."""
+
+    @property
+    def calls(self) -> list[PendingCall]:
+        """The calls of these generators."""
+        return [consumer.call for consumer in self.opened()]
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread or a task waits for an item."""
+        return bool(self._waits)
+
+    # -- in the thread, or the task, that wants items ----------------------------------------
 
     def fill(self) -> None:
         """Waits until there are items, in this thread.
@@ -64,13 +96,13 @@ class Source(ABC):
             RpcTimeoutError: it took longer than the timeout; the stream is closed.
             Exception: see `has_items`.
         """
-        left = self._countdown()
-        while not self.has_items():
+        self._begin()
+        while not self._look():
             gate = threading.Lock()
             gate.acquire()
             try:
                 if self._will_wake(gate.release):
-                    self._wait(gate, left())
+                    self._wait(gate, self._time_left())
             finally:
                 self._forget_waker(gate.release)
 
@@ -80,34 +112,90 @@ class Source(ABC):
         Raises:
             StopAsyncIteration: there are none left.
         """
-        loop, left = asyncio.get_running_loop(), self._countdown()
+        loop = asyncio.get_running_loop()
+        self._begin()
         try:
-            while not self.has_items():
+            while not self._look():
                 woken = loop.create_future()
-                waker = partial(_wake, loop, woken)
+                waker = partial(complete_in_loop, loop, woken)
                 try:
                     if self._will_wake(waker):
-                        await asyncio.wait([woken], timeout=left())
+                        await asyncio.wait([woken], timeout=self._time_left())
                 finally:
                     self._forget_waker(waker)
         except StopIteration:
             raise StopAsyncIteration from None
 
-    @abstractmethod
-    def _countdown(self) -> Callable[[], float | None]:
-        """Returns a function that returns for how many seconds to wait, None without a limit."""
+    def _begin(self) -> None:  # noqa: B027
+        """Notes that a reader wants an item."""
 
-    @abstractmethod
+    def _look(self) -> bool:
+        self.used_at, self.read_by = monotonic(), present_reader()
+        return self.has_items()
+
     def _will_wake(self, waker: Callable[[], object]) -> bool:
         """Calls a waker when there may be items; returns False if there may be some now."""
+        with uninterrupted:
+            self._wakers.append(waker)
+            self._note_wait(self._waits.add, waker)
+            return not self.is_ready()
 
-    @abstractmethod
     def _forget_waker(self, waker: Callable[[], object]) -> None:
-        """Forgets one that was not called, since its reader no longer waits."""
+        """Forgets one whose reader no longer waits."""
+        with uninterrupted:
+            self._note_wait(self._waits.discard, waker)
+            with contextlib.suppress(ValueError):  # it was called
+                self._wakers.remove(waker)
 
-    @abstractmethod
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
-        """Waits at a gate, in this thread."""
+        # What `zrpc stacks` shows is read from this frame.
+        own, receive = self._agent.membership.own_id, None
+        if current_pool() is None and all(call.peer != own for call in self.calls):
+            receive = self._agent.receiver.receive
+        pass_gate(gate, -1 if seconds is None else seconds, receive)
+
+    def wake(self) -> None:
+        """Wakes all that wait. In any thread, also the one that receives."""
+        while self._wakers:
+            try:
+                self._wakers.popleft()()
+            except IndexError:  # another thread has taken it
+                return
+
+    # -- the time that readers wait ----------------------------------------------------------
+
+    def _note_wait(
+        self, change: Callable[[Callable[[], object]], None], waker: Callable[[], object]
+    ) -> None:
+        """Notes that a reader begins to wait, or no longer waits."""
+        now = self._now()
+        with self._lock:
+            if self._waits:
+                self._waited_before += now - self._waits_since
+            self._waits_since = now
+            change(waker)
+
+    def _now(self) -> float:
+        return monotonic() - self._agent.caller.calls.postponed
+
+    def waited(self) -> float:
+        """Returns for how long readers have waited, in seconds."""
+        if not self._waits:
+            return self._waited_before
+        return self._waited_before + self._now() - self._waits_since
+
+    def _time_left(self) -> float | None:
+        """Ends the streams that have let the reader wait too long; returns when the next is due."""
+        if not self._timeout:
+            return None
+        now, first = self.waited(), self._timeout
+        for consumer in self.opened():
+            left = consumer.asked + self._timeout - now
+            if left <= 0:
+                consumer.close(consumer.timed_out())
+            else:
+                first = min(first, left)
+        return first
 
 
 def present_reader() -> Any:
@@ -118,12 +206,16 @@ def present_reader() -> Any:
     return threading.get_ident() if task is None else weakref.ref(task)
 
 
-def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Future[None]) -> None:
-    """Wakes a task that awaits a future of its loop's, in any thread."""
+def complete_in_loop(
+    loop: asyncio.AbstractEventLoop,
+    future: asyncio.Future[None],
+    error: BaseException | None = None,
+) -> None:
+    """Completes a future of a loop's, in any thread."""
 
-    def arrive() -> None:
-        if not woken.done():
-            woken.set_result(None)
+    def complete() -> None:
+        if not future.done():
+            future.set_result(None) if error is None else future.set_exception(error)
 
     with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(arrive)
+        loop.call_soon_threadsafe(complete)

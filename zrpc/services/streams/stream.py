@@ -38,20 +38,12 @@ class Stream(Generic[R]):
         (0, [1, 4, 9])
     """
 
-    __slots__ = ("__weakref__", "_drop", "_source", "_take")
+    __slots__ = ("__weakref__", "_drop", "_take", "source")
 
     def __init__(self, source: Source, drop: Callable[[Source], None]) -> None:
         self._drop = drop
         self._take: Callable[[], R] = source.items.popleft
-        self._source = source
-
-    @property
-    def source(self) -> Source:
-        """What it takes its items from.
-
-        :meta private:
-        """
-        return self._source
+        self.source = source
 
     def __next__(self) -> R:
         while True:
@@ -59,11 +51,11 @@ class Stream(Generic[R]):
                 return self._take()
             except IndexError:
                 pass  # what follows is no part of this error
-            self._source.fill()
+            self.source.fill()
 
     def __iter__(self) -> Iterator[R]:
         """Yields the items, and closes the stream when the loop is left."""
-        take, fill = self._take, self._source.fill
+        take, fill = self._take, self.source.fill
         try:
             while True:
                 try:
@@ -84,7 +76,7 @@ class Stream(Generic[R]):
                 return self._take()
             except IndexError:
                 pass
-            await self._source.fill_async()
+            await self.source.fill_async()
 
     def __aiter__(self) -> AsyncIterator[R]:
         """Returns an iterator that closes the stream when it is dropped."""
@@ -103,9 +95,9 @@ class Stream(Generic[R]):
             (0, None, [])
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
-            self._drop(self._source)
+            self._drop(self.source)
         else:
-            self._source.close()
+            self.source.close()
 
     def __enter__(self) -> Stream[R]:
         return self
@@ -121,12 +113,12 @@ class Stream(Generic[R]):
 
     def __del__(self) -> None:
         # Only notes it, as this may be in the midst of anything. Not if it was never filled.
-        source = getattr(self, "_source", None)
+        source = getattr(self, "source", None)
         if source is not None:
             self._drop(source)
 
     def __repr__(self) -> str:
-        return f"Stream({self._source.name} on {self._source.where})"
+        return f"Stream({self.source.title})"
 
     def __reduce__(self) -> NoReturn:
         raise RpcError(
