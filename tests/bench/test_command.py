@@ -124,7 +124,7 @@ def test_neither_the_command_nor_the_process_that_measures_imports_torch() -> No
     code = """
 import sys
 from zrpc.cli import main
-from zrpc.cli.data_file import write_data
+from zrpc.cli.bench_options import write_data
 for option in ("--help", "--list"):
     main(["bench", option], standalone_mode=False)
 heavy = {"torch", "zmq", "numpy", "matplotlib", "rich"}
