@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import subprocess
 import sys
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import DRIVER, Write
+from tests.launch.conftest import Write
 from zrpc.launch.descriptors import readable
 from zrpc.runtime.resource_limits import allow_descriptors
 
@@ -66,15 +65,6 @@ def test_the_command_runs_with_closed_descriptors(
     assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
     shown = 40 * ((" >&-" not in f" {closing}") + ("2>&-" not in closing))
     assert len(output.splitlines()) == shown
-
-
-@pytest.mark.parametrize("closing", ["<&- >&-", "<&- >&- 2>&-"])
-def test_a_program_can_launch_with_closed_descriptors(
-    closing: str, write: Write, tmp_path: Path
-) -> None:
-    job = {"target": write(_WORKER), "argv": [str(tmp_path)], "nprocs": 2, "preload": ()}
-    assert run(closing, "-c", DRIVER, json.dumps(job))[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")

@@ -22,11 +22,6 @@ def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter)
     assert [starter.wait(pid, DEADLINE) for pid in (second, first)] == [3, 5]
 
 
-def test_function_must_be_given_with_its_module() -> None:
-    with pytest.raises(ValueError, match="module:qualname"):
-        Task.function("print")
-
-
 def test_task_environment_replaces_the_servers(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
@@ -97,7 +92,7 @@ def test_wait_has_a_timeout_and_signals_reach_only_a_running_process(starter: St
         starter.wait(pid, 0.01)
 
 
-def test_closing_kills_processes_and_what_they_started(
+def test_closing_kills_processes_and_what_they_started_and_ends_the_use(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     """The fixture `marked` fails if a process is left."""
@@ -118,18 +113,13 @@ def test_closing_kills_processes_and_what_they_started(
     text = b""
     while len(text) < 4 * len("started"):
         text += os.read(reading, 100)
-    starter.close()
+    for _ in range(2):
+        starter.close()
     assert os.read(reading, 1) == b""  # no process has the other end open
     os.close(reading)
-
-
-def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -> None:
-    starter.close()
-    starter.close()
-    with pytest.raises(LaunchError, match="with statement"):
-        starter.spawn(Task.script("x.py"))
-    with pytest.raises(LaunchError, match="with statement"):
-        starter.exits()
+    for use in (lambda: starter.spawn(Task.script("x.py")), starter.exits):
+        with pytest.raises(LaunchError, match="with statement"):
+            use()
 
 
 @pytest.mark.system
