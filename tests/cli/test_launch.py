@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.programs import run_python
 from tests.support.warm import warm_commands
 from zrpc.cli import main
 from zrpc.cli.launch import command
@@ -56,7 +57,7 @@ for arguments in (["--help"], ["launch", "--help"]):
     main(arguments, standalone_mode=False)
 assert not {"torch", "zmq", "numpy"} & set(sys.modules), "imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "launch" in done.stdout
 
