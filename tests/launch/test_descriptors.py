@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.conftest import Write
+from tests.support.programs import run_python
 from zrpc.launch.descriptors import readable
 from zrpc.runtime.resource_limits import allow_descriptors
 
@@ -90,7 +91,7 @@ move_descriptors([writing], [5])
 os.write(5, b"moved")
 assert os.read(reading, 9) == b"moved"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
 
 
