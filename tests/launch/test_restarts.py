@@ -12,13 +12,11 @@ import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.launch.conftest import Start, Write
-from tests.support.waiting import SOON
-from zrpc.launch import Exit, Job, LaunchError, Starter, Task, launch, launcher
+from zrpc.launch import LaunchError, Task
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
@@ -74,45 +72,6 @@ def test_a_worker_is_started_again_until_its_restarts_are_used_up(
     logs = {path.name: path.read_text() for path in (tmp_path / "logs").glob("*.err")}
     attempts = {f"rank1{n}.err": f"attempt {i}\n" for i, n in enumerate(("", ".1", ".2"))}
     assert logs == {"rank0.err": "", **attempts}
-
-
-class OneProcessId(Starter):
-    """Gives all processes the same id, one after the other; each exits with 0 at once."""
-
-    def start(self) -> None:
-        self.unread = 0
-        self.reading, self.writing = socket.socketpair()
-        self.writing.send(b"an exit")
-
-    def spawn(self, task: Task, *, pass_fds: Sequence[int] = (), **streams: Any) -> int:
-        for fd in pass_fds:
-            os.write(fd, struct.pack("=q", 2))  # as the store's process, which reserves ranks
-        self.unread += 1
-        return 4711
-
-    def fileno(self) -> int:
-        return self.reading.fileno()
-
-    def exits(self, timeout: float = 0.0) -> list[Exit]:
-        count, self.unread = self.unread, 0
-        return [Exit(4711, 0)] * count
-
-    def make_directory(self) -> str:
-        raise NotImplementedError
-
-    def close(self, timeout: float = 10.0) -> None:
-        self.reading.close()
-        self.writing.close()
-
-
-def test_a_worker_with_the_process_id_of_the_store_that_has_exited(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with --join, where that process only asks for ranks, and a worker starts much later."""
-    monkeypatch.setattr(launcher, "Starter", lambda *_, **__: OneProcessId())
-    env = {"ZRPC_SECRET_FILE": "/nowhere"}
-    job = Job(write(""), elastic=True, join="127.0.0.1:1", env=env, timeout=SOON, grace=0.1)
-    assert launch(job) == 0
 
 
 RESTARTED = """
@@ -260,7 +219,7 @@ class StoreStarter:
         with open(self.report, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
             file.write(self.answer)
 
-    def reserve(self, hosts: bool = True) -> tuple[int, int] | None:
+    def reserve(self, hosts: bool = True) -> int | None:
         with SignalInbox(STOPS | FORWARDED) as inbox:
             try:
                 return reserve_ranks(self, {}, StoreAddress("h", 9), 1, hosts, inbox)  # type: ignore[arg-type]
@@ -269,9 +228,9 @@ class StoreStarter:
                 self.thread.join()
 
 
-@pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, (1, 4)), (signal.SIGTERM, None)])
+@pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
 def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
-    number: signal.Signals, found: tuple[int, int] | None
+    number: signal.Signals, found: int | None
 ) -> None:
     assert StoreStarter(struct.pack("=q", 4), number).reserve() == found
 

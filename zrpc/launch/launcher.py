@@ -233,7 +233,6 @@ class _Run:
     _base: Mapping[str, str]
     _output: Output
     _keyboard: Keyboard
-    _store_pid: int = 0  # of the process that hosts the store, or asks one for ranks
     _workers: dict[int, Worker] = field(default_factory=dict)
     _first_failed: Worker | None = None
     _exit_code: int = 0
@@ -252,7 +251,7 @@ class _Run:
             )
             if found is None:
                 return  # a signal came, which `watch` handles
-            self._store_pid, first = found
+            first = found
         if job.elastic and not job.join:
             self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
         # Workers of other launches must find the sockets of these.
@@ -319,12 +318,12 @@ class _Run:
 
     def _on_exits(self) -> None:
         for found in self._starter.exits():
-            if found.pid == self._store_pid:
-                self._store_pid = 0  # a worker that is started later may get its process id
+            # A worker that is started later may get the process id of one that has exited.
+            worker = self._workers.get(found.pid)
+            if worker is None:  # the process that hosts the store, or asks one for ranks
                 if not self._job.join and self._escalation is None:
                     self._begin_stop(1, "the workers' store has exited")
                 continue
-            worker = self._workers[found.pid]
             worker.returncode = found.returncode
             self._keyboard.on_exit(found.pid)
             if found.returncode != 0 and self._escalation is None:
