@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path as FilePath
@@ -19,7 +19,7 @@ from typing import Any
 from tests.partitions.network import Path, Switch, address_of, connected
 from tests.partitions.plan import HEARTBEAT_SECONDS, Plan
 from tests.partitions.worker import EXIT_SECONDS, SLACK
-from tests.support.fault_rounds import Outcome
+from tests.support.fault_rounds import Outcome, agree
 from zrpc.launch.task import Task
 from zrpc.membership.secret import new_secret
 from zrpc.testing.served import send_request, start_serving
@@ -202,7 +202,7 @@ class _Driver:
     def _compare_members(self) -> None:
         """Waits until any two workers that count each other agree about the others, too."""
         end = time.monotonic() + 2 * HEARTBEAT_SECONDS + SLACK
-        while not _agree(counted := {r: m for r, m in self._take("members").items() if m}):
+        while not agree(counted := {r: m for r, m in self._take("members").items() if m}):
             if time.monotonic() > end:
                 self._outcome.wrong.append(f"workers disagree who the members are: {counted}")
                 return
@@ -241,9 +241,3 @@ class _Driver:
         for rank, pid in self._pids.items():
             self._signal(rank, signal.SIGKILL)
             warm_server().wait(pid, SLACK)
-
-
-def _agree(counted: Mapping[int, list[int]]) -> bool:
-    return all(
-        counted.get(other, members) == members for members in counted.values() for other in members
-    )
