@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +10,6 @@ import pytest
 
 from tests.launch.conftest import Write
 from tests.support.programs import run_python
-from zrpc.launch.descriptors import readable
-from zrpc.runtime.resource_limits import allow_descriptors
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
 # Prints so many lines that a line end would be read as a signal if it could be.
@@ -93,16 +88,3 @@ assert os.read(reading, 9) == b"moved"
 """
     done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
-
-
-def test_more_descriptors_than_select_takes_can_be_waited_for() -> None:
-    """As a launch of 500 workers has."""
-    assert allow_descriptors(2000) is None
-    with contextlib.ExitStack() as opened:
-        reading, writing = os.pipe()
-        high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1500)
-        for fd in (reading, writing, high):
-            opened.callback(os.close, fd)
-        assert readable(high, timeout=0) == set()
-        os.write(writing, b"x")
-        assert readable(high, reading, timeout=20) == {high, reading}

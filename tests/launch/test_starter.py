@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -120,17 +119,6 @@ def test_closing_kills_processes_and_what_they_started_and_ends_the_use(
     for use in (lambda: starter.spawn(Task.script("x.py")), starter.exits):
         with pytest.raises(LaunchError, match="with statement"):
             use()
-
-
-@pytest.mark.system
-def test_this_process_keeps_its_descriptors(marked: Any) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
-    for method in ("fork", "spawn"):
-        with Starter(method, preload=(), env=marked.env) as starter:
-            running = sorted(os.listdir("/proc/self/fd"))
-            starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
-            assert sorted(os.listdir("/proc/self/fd")) == running
-    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 def test_start_method_comes_from_the_argument_then_the_environment(
