@@ -41,8 +41,8 @@ class _LazyGroup(click.Group):
 def main(ctx: click.Context) -> None:
     """Remote calls, remote objects and distributed autograd for PyTorch, on ZeroMQ."""
     # `--help` does not need these:
-    from zrpc.launch.console import refuses_colours
     from zrpc.launch.descriptors import open_standard_descriptors
+    from zrpc.launch.output import refuses_colours
 
     open_standard_descriptors()
     if refuses_colours():

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .data_file import FILE, INTERRUPTED, write_data
-from .finite_range import POSITIVE, FiniteRange
+from . import bench_options
 from .link import link
 from .soak import soak
 
@@ -30,25 +29,14 @@ def _against(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     )
 
 
-_JSON = click.option(
-    "--json", "data_file", type=FILE, help="Write the results to this file, as JSON."
-)
-_PLOT = click.option(
-    "--plot", "plot_file", type=FILE, help="Draw the results to this png, svg or pdf file."
-)
+_PLOT = bench_options.file("--plot", "plot_file", "Draw the results to this png, svg or pdf file.")
 
 
 @click.group(
     invoke_without_command=True, short_help="Compare the speed of zrpc and torch.distributed.rpc."
 )
 @_against("torch", "ray", "monarch")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=5,
-    show_default=True,
-    help="Number of rounds. Each measures fresh processes of both libraries.",
-)
+@bench_options.rounds(5, "fresh processes of both libraries")
 @click.option(
     "--rows",
     metavar="REGEX",
@@ -64,21 +52,9 @@ _PLOT = click.option(
     help="Measure the rows of tensors with tensors on this device, such as cuda, by device maps.",
 )
 @click.option("--tcp", is_flag=True, help="Measure over loopback TCP, without faster transports.")
-@click.option(
-    "--seconds",
-    type=FiniteRange(min=0),
-    default=0.3,
-    show_default=True,
-    help="Seconds for which each row is repeated in each round.",
-)
-@click.option(
-    "--deadline",
-    type=POSITIVE,
-    default=60.0,
-    show_default=True,
-    help="Seconds after which a row, or the start of processes, counts as failed.",
-)
-@_JSON
+@bench_options.seconds(0.3, "row")
+@bench_options.deadline("after which a row, or the start of processes, counts as failed")
+@bench_options.JSON
 @_PLOT
 @click.pass_context
 def command(
@@ -206,12 +182,11 @@ def _measure(
         raise click.ClickException(f"could not start the processes to measure: {error}") from error
     after = load_average()
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{as_text(run)}")
-    write_data(data_file, as_data(run, machine, (before, after)))
+    bench_options.write_data(data_file, as_data(run, machine, (before, after)))
     if plot_file is not None:
         plot(run, headline(machine, settings), plot_file)
     if interrupted:
-        click.echo("interrupted", err=True)
-        return INTERRUPTED
+        bench_options.exit_interrupted()
     return int(any(result.failures("zrpc") for result in run.results))
 
 
@@ -249,14 +224,8 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str | None) -> li
 )
 @click.option("--keys", is_flag=True, help="Connect by loopback TCP with encryption, as hosts do.")
 @_against("torch")
-@click.option(
-    "--deadline",
-    type=POSITIVE,
-    default=60.0,
-    show_default=True,
-    help="Seconds in which each mesh must start.",
-)
-@_JSON
+@bench_options.deadline("in which each mesh must start")
+@bench_options.JSON
 @_PLOT
 def scale(
     workers: list[int],
@@ -293,11 +262,12 @@ def scale(
         measured = bench.measure(libraries, workers, Sampling(), deadline, show_step, keys=keys)
         points = list(measured)
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        bench_options.exit_interrupted()
     points += bench.compute(points, compute)
     click.echo(f"\n{bench.as_text(points)}")
-    write_data(data_file, {"machine": machine, "points": [vars(point) for point in points]})
+    bench_options.write_data(
+        data_file, {"machine": machine, "points": [vars(point) for point in points]}
+    )
     if plot_file is not None:
         bench.plot(points, machine, plot_file)
     sys.exit(int(any(point.failed for point in points if point.library == "zrpc")))

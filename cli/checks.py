@@ -31,7 +31,7 @@ from zrpc.transport.address import preferred_parent
 from zrpc.transport.curve import Curve, KeyPair
 from zrpc.transport.network import Network
 
-from .finding import Finding
+from .versions import Finding
 
 _SEGMENT_BYTES = 1 << 20
 _IFACE_STEP = "set ZRPC_IFACE to the interface or the address that leads to the other hosts"

@@ -9,8 +9,7 @@ from dataclasses import asdict
 
 import click
 
-from .finding import Finding, Verdict
-from .versions import check_versions
+from .versions import Finding, Verdict, check_versions
 
 _COLOURS: dict[Verdict, str] = {"ok": "green", "warning": "yellow", "failure": "red"}
 

@@ -17,8 +17,7 @@ from zrpc.drop_in import child_environment
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.starter import METHODS
 
-from .finite_range import NOT_NEGATIVE, POSITIVE
-from .sectioned_command import sectioned
+from .options import NOT_NEGATIVE, POSITIVE, sectioned
 
 
 def _variables(ctx: click.Context, _: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:

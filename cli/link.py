@@ -7,33 +7,14 @@ from pathlib import Path
 
 import click
 
-from .data_file import FILE, INTERRUPTED, write_data
-from .finite_range import POSITIVE, FiniteRange
+from . import bench_options
 
 
 @click.command(short_help="Measure large tensors between two network namespaces.")
-@click.option(
-    "--rounds",
-    type=click.IntRange(min=1),
-    default=3,
-    show_default=True,
-    help="Number of rounds. Each measures fresh processes.",
-)
-@click.option(
-    "--seconds",
-    type=FiniteRange(min=0),
-    default=1.0,
-    show_default=True,
-    help="Seconds for which each size is repeated in each round.",
-)
-@click.option(
-    "--deadline",
-    type=POSITIVE,
-    default=60.0,
-    show_default=True,
-    help="Seconds after which a size, or the start of processes, counts as failed.",
-)
-@click.option("--json", "data_file", type=FILE, help="Write the results to this file, as JSON.")
+@bench_options.rounds(3, "fresh processes")
+@bench_options.seconds(1.0, "size")
+@bench_options.deadline("after which a size, or the start of processes, counts as failed")
+@bench_options.JSON
 def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -> None:
     """Measure tensors of 1, 16 and 128 MiB between two network namespaces.
 
@@ -57,8 +38,7 @@ def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -
     except NamespaceError as error:
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        bench_options.exit_interrupted()
     after = load_average()
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{bench.as_text(speeds)}")
     tensors = [
@@ -66,5 +46,5 @@ def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -
         for (way, size), rounds_ in speeds.tensors.items()
     ]
     content = {"machine": machine, "load": [before, after], "raw": speeds.raw, "tensors": tensors}
-    write_data(data_file, {**content, "failures": speeds.failures})
+    bench_options.write_data(data_file, {**content, "failures": speeds.failures})
     sys.exit(int(any(failure.startswith("zrpc") for failure in speeds.failures)))

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from .data_file import FILE, INTERRUPTED, write_data
-from .finite_range import POSITIVE
+from . import bench_options
+from .options import POSITIVE
 
 
 @click.command(short_help="Run random work on meshes and check every result.")
@@ -30,11 +30,8 @@ from .finite_range import POSITIVE
     show_default=True,
     help="Number of processes in a mesh.",
 )
-@click.option(
-    "--json",
-    "data_file",
-    type=FILE,
-    help="Write the work done and the problems found to this file, as JSON.",
+@bench_options.file(
+    "--json", "data_file", "Write the work done and the problems found to this file, as JSON."
 )
 def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None) -> None:
     """Run random work of all kinds on meshes, kill some workers, and check every result.
@@ -63,8 +60,7 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     except LaunchError as error:
         raise click.ClickException(f"could not start the workers: {error}") from error
     click.echo(report.as_text())
-    write_data(data_file, report.as_data())
+    bench_options.write_data(data_file, report.as_data())
     if interrupted:
-        click.echo("interrupted", err=True)
-        sys.exit(INTERRUPTED)
+        bench_options.exit_interrupted()
     sys.exit(int(bool(report.tally.violations)))

@@ -11,7 +11,7 @@ import click
 from zrpc.services.inspection.discovery import Answer, MeshView, find_meshes
 from zrpc.services.inspection.report import Report
 
-from .finite_range import POSITIVE
+from .options import POSITIVE
 
 _RECHECK_SECONDS = 0.3  # between two looks at a thread that may not be making progress
 

@@ -18,7 +18,7 @@ from zrpc.launch.descriptors import readable
 from zrpc.services.inspection.discovery import Answer, MeshView, find_meshes
 from zrpc.services.inspection.rates import WorkerRates, mesh_rates
 
-from .finite_range import POSITIVE
+from .options import POSITIVE
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

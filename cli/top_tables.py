@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
@@ -13,7 +13,6 @@ from rich.text import Text
 
 from zrpc.services.inspection.rates import WorkerRates
 
-_UNKNOWN = "-"
 _KIBI = 1024.0
 _STATE_STYLES = {
     "running": "green",
@@ -24,17 +23,15 @@ _STATE_STYLES = {
 }
 
 
-def _rate(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
+def _rate(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.1f}"
 
 
-def _ms(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
+def _ms(value: float) -> str:
+    return f"{value:.3g} ms" if value < 1000 else f"{value:,.0f} ms"
 
 
-def _bytes(value: float | None) -> str:
-    if value is None:
-        return _UNKNOWN
+def _bytes(value: float) -> str:
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < _KIBI or unit == "GiB":
             break
@@ -42,38 +39,36 @@ def _bytes(value: float | None) -> str:
     return f"{value:.0f} {unit}" if value >= 100 or unit == "B" else f"{value:.1f} {unit}"
 
 
-def _percent(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value * 100:.0f} %"
-
-
-def _count(value: int | None) -> str:
-    return _UNKNOWN if value is None else str(value)
+def _percent(value: float) -> str:
+    return f"{value * 100:.0f} %"
 
 
 class _Column(NamedTuple):
     heading: str
     attribute: str  # of a `WorkerRates`, a `FunctionRates`, a `PeerRates` or an `ActorLoad`
     show: Callable[[Any], str] = str
+    left: bool = False
 
     def cell(self, row: object) -> Text:
-        return Text(self.show(getattr(row, self.attribute)))
+        value = getattr(row, self.attribute)
+        return Text("-" if value is None else self.show(value))
 
 
 _COLUMNS = {
     "rank": _Column("rank", "rank"),
-    "name": _Column("worker", "name"),
+    "name": _Column("worker", "name", left=True),
     "in": _Column("calls in/s", "calls_in", _rate),
     "out": _Column("calls out/s", "calls_out", _rate),
     "p50": _Column("p50", "p50_ms", _ms),
     "p99": _Column("p99", "p99_ms", _ms),
-    "queue": _Column("queue", "queued", _count),
-    "handlers": _Column("handlers", "handlers", _count),
+    "queue": _Column("queue", "queued"),
+    "handlers": _Column("handlers", "handlers"),
     "bytes-in": _Column("bytes in/s", "bytes_in", _bytes),
     "bytes-out": _Column("bytes out/s", "bytes_out", _bytes),
     "cpu": _Column("CPU", "cpu", _percent),
     "memory": _Column("memory", "memory", _bytes),
-    "rrefs": _Column("RRefs", "rrefs", _count),
-    "state": _Column("state", "state"),
+    "rrefs": _Column("RRefs", "rrefs"),
+    "state": _Column("state", "state", left=True),
 }
 _WIDEST = 10_000
 # What is left out if the terminal is too narrow for all, the first one first.
@@ -82,7 +77,7 @@ _LEFT_OUT = (
     *("queue", "memory", "out", "cpu", "p99"),
 )
 _FUNCTION_COLUMNS = (
-    _Column("function", "name"),
+    _Column("function", "name", left=True),
     _Column("runs/s", "runs", _rate),
     _Column("busy", "busy", _percent),
     _Column("run", "run_ms", _ms),
@@ -93,7 +88,7 @@ _FUNCTION_COLUMNS = (
     _Column("errors/s", "errors", _rate),
 )
 _PEER_COLUMNS = (
-    _Column("worker", "name"),
+    _Column("worker", "name", left=True),
     _Column("bytes in/s", "bytes_in", _bytes),
     _Column("bytes out/s", "bytes_out", _bytes),
     _Column("calls to it", "calls_in_flight"),
@@ -104,7 +99,7 @@ _PEER_COLUMNS = (
 _FUNCTIONS_LEFT_OUT = ("queue_ms", "p50_ms", "busy", "errors", "runs")
 _PEERS_LEFT_OUT = ("room", "requests_in_progress", "calls_in_flight")
 _ACTOR_COLUMNS = (
-    _Column("actor", "name"),
+    _Column("actor", "name", left=True),
     _Column("number", "number"),
     _Column("calls that run", "running"),
     _Column("calls that wait", "waiting"),
@@ -142,46 +137,50 @@ def mesh_table(
         console: where it will be shown.
         chosen: the row to mark.
     """
-
-    def build(without: Sequence[str], frame: box.Box) -> Table:
-        columns = {name: column for name, column in _COLUMNS.items() if name not in without}
-        return _mesh_table(columns, workers, key, chosen, frame)
-
-    return _fitting(title, [name for name in _LEFT_OUT if name != key], console, build)
+    columns = list(_COLUMNS.values())
+    left_out = [_COLUMNS[name].attribute for name in _LEFT_OUT if name != key]
+    sorted_by = _COLUMNS[key].attribute
+    return _fitting(title, columns, left_out, workers, console, sorted_by, chosen)
 
 
 def _fitting(
     title: str,
+    columns: Sequence[_Column],
     left_out: Sequence[str],
+    rows: Sequence[object],
     console: Console,
-    build: Callable[[Sequence[str], box.Box], Table],
+    sorted_by: str = "",
+    chosen: WorkerRates | None = None,
 ) -> Table:
-    """Returns the widest table that fits: ``build`` leaves out columns, the first ones first."""
+    """Returns the widest table that fits, without the columns for some attributes if need be.
+
+    Args:
+        title: above it.
+        columns: all its columns.
+        left_out: what the columns that can be left out show, that of the first one first.
+        rows: what it shows.
+        console: where it will be shown.
+        sorted_by: what the column shows by which the rows are sorted.
+        chosen: the row to mark.
+    """
     unbounded = console.options.update_width(_WIDEST)
     for count in range(len(left_out) + 1):
-        table = build(left_out[:count], box.SIMPLE_HEAD if count else box.HEAVY_HEAD)
+        table = Table(box=box.SIMPLE_HEAD if count else box.HEAVY_HEAD)
+        kept = [column for column in columns if column.attribute not in left_out[:count]]
+        for column in kept:
+            style = "reverse" if column.attribute == sorted_by else ""
+            table.add_column(
+                Text(column.heading, style=style), justify="left" if column.left else "right"
+            )
+        for row in rows:
+            cells = [column.cell(row) for column in kept]
+            if isinstance(row, WorkerRates):
+                cells[-1].stylize(_STATE_STYLES.get(row.state, "yellow"))
+            table.add_row(*cells, style="reverse" if row is chosen else None)
         if Measurement.get(console, unbounded, table).maximum <= console.width:
             break
     table.title, table.expand = title, True  # not before: these are as wide as they can be
     table.title_justify, table.title_style = "left", "bold"
-    return table
-
-
-def _mesh_table(
-    columns: Mapping[str, _Column],
-    workers: Sequence[WorkerRates],
-    key: str,
-    chosen: WorkerRates | None,
-    frame: box.Box,
-) -> Table:
-    table = Table(box=frame)
-    for name, column in columns.items():
-        heading = Text(column.heading, style="reverse" if name == key else "")
-        table.add_column(heading, justify="left" if name in ("name", "state") else "right")
-    for worker in workers:
-        cells = [column.cell(worker) for column in columns.values()]
-        cells[-1].stylize(_STATE_STYLES.get(worker.state, "yellow"))
-        table.add_row(*cells, style="reverse" if worker is chosen else None)
     return table
 
 
@@ -195,24 +194,12 @@ def worker_screen(worker: WorkerRates, rows: int, console: Console) -> Renderabl
     def table(
         title: str, columns: Sequence[_Column], left_out: Sequence[str], found: Sequence[object]
     ) -> Table:
-        def build(without: Sequence[str], frame: box.Box) -> Table:
-            kept = [column for column in columns if column.attribute not in without]
-            return _table(kept, found[:rows], frame)
+        return _fitting(title, columns, left_out, found[:rows], console)
 
-        return _fitting(title, left_out, console, build)
-
-    functions = ("Busiest functions", _FUNCTION_COLUMNS, _FUNCTIONS_LEFT_OUT, worker.functions)
-    tables = [table(*functions)]
+    tables = [
+        table("Busiest functions", _FUNCTION_COLUMNS, _FUNCTIONS_LEFT_OUT, worker.functions),
+        table("Busiest peers", _PEER_COLUMNS, _PEERS_LEFT_OUT, worker.peers),
+    ]
     if worker.actors:
-        tables.append(table("Busiest actors", _ACTOR_COLUMNS, (), worker.actors))
-    tables.append(table("Busiest peers", _PEER_COLUMNS, _PEERS_LEFT_OUT, worker.peers))
+        tables.insert(1, table("Busiest actors", _ACTOR_COLUMNS, (), worker.actors))
     return Group(heading, *tables)
-
-
-def _table(columns: Sequence[_Column], rows: Sequence[object], frame: box.Box) -> Table:
-    table = Table(box=frame)
-    for number, column in enumerate(columns):
-        table.add_column(column.heading, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*(column.cell(row) for column in columns))
-    return table

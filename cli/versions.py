@@ -1,4 +1,4 @@
-"""Checks of ``zrpc doctor`` for the versions of Python and of what zrpc is installed with."""
+"""What a check of ``zrpc doctor`` has found; the checks of versions."""
 
 from __future__ import annotations
 
@@ -6,13 +6,43 @@ import importlib
 import platform
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib import metadata
+from typing import Literal
 
-from .finding import Finding
+from zrpc.errors import RpcError
 
 _DISTRIBUTION = "torch-zrpc"
 _LEAST = re.compile(r"([\w-]+)>=([\d.]+)$")  # the extras' requirements have conditions
 _MODULES = {"pyzmq": "zmq"}  # if it isn't the distribution's name
+
+
+Verdict = Literal["ok", "warning", "failure"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: what was checked.
+        verdict: ``failure`` if workers can't start here, ``warning`` if they may lack something.
+        found: what there is.
+        next_step: what to do; empty if nothing has to be done.
+    """
+
+    check: str
+    verdict: Verdict
+    found: str
+    next_step: str = ""
+
+    @classmethod
+    def of_error(cls, check: str, error: RpcError) -> Finding:
+        """Returns a failure with an error's text: what was expected and found, then what to do."""
+        text = str(error)
+        after = max(0, text.find(", found "))
+        found, _, next_step = text[after:].partition(": ")
+        return cls(check, "failure", text[:after] + found, next_step)
 
 
 def check_versions() -> Iterator[Finding]:

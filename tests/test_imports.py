@@ -97,8 +97,8 @@ _SURFACE = {
         inspection.service inspection.snapshot metrics.service names.claims names.service
         queue.service rref.rref rref.service shm.segments shm.service streams.service
         streams.stream tracing.service weights.publisher weights.service weights.subscriber""",
-    "zrpc.launch": """. child console descriptors interpreter line_splitter output port roles
-        starter store task terminal throttle worker""",
+    "zrpc.launch": """. child descriptors interpreter line_splitter output port signals starter
+        store task terminal worker""",
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",

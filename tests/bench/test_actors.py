@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.bench.test_run import is_running, pids_of
+from tests.bench.test_run import is_running
 from zrpc.bench.actors import ActorLibrary, Peer, _Rpc
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.mesh import Mesh
@@ -21,6 +21,7 @@ from zrpc.bench.sampling import Sampling
 from zrpc.bench.session import Session
 from zrpc.cli import main
 from zrpc.launch import Starter
+from zrpc.testing.procfs import children
 
 ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.measured_by("ray")]
 SHOWN_ROWS = ("empty call", "one way, 64 KiB", "RRef method", "each of 1,000 actor calls in flight")
@@ -79,7 +80,7 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}: pip install -e '.[{name}]'")
     with Mesh(starter, name, 3) as mesh:
-        pids, directory = pids_of(mesh), mesh._directory
+        pids, directory = children(starter.pid), mesh._directory
         assert len(pids) == 1
         rows = {row.name: row for row in all_rows()}
         shown = map(rows.__getitem__, (*SHOWN_ROWS, *RAYS_ROWS))
@@ -90,22 +91,14 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
     assert not any(map(is_running, pids))
 
 
-def test_the_default_rows_are_those_that_actors_have() -> None:
+def test_the_default_rows_are_those_that_actors_have_and_others_are_measured_without_them() -> None:
     names = [row.name for group in select(against="ray") for row in group.rows]
     assert names == [row.name for _, row in ACTOR_ROWS]
-
-
-def test_monarch_has_no_rows_of_streams_and_queues() -> None:
-    names = {row.name for group in select(against="monarch") for row in group.rows}
+    names = [row.name for group in select(against="monarch") for row in group.rows]
     assert "empty call" in names
-    assert names.isdisjoint(RAYS_ROWS)
-
-
-def test_a_chosen_row_that_actors_do_not_have_is_measured_without_them() -> None:
+    assert {*names}.isdisjoint(RAYS_ROWS)
     (group,) = select(["nested"], "monarch")
-    (row,) = group.rows
-    assert row.measured_by("zrpc")
-    assert not row.measured_by("monarch")
+    assert [group.rows[0].measured_by(name) for name in ("zrpc", "monarch")] == [True, False]
 
 
 @pytest.mark.parametrize("name", ACTOR_LIBRARIES)

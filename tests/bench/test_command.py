@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tests.support.programs import run_python
 from tests.support.warm import warm_commands
 from zrpc.bench import plot
 from zrpc.bench.rows import all_rows
@@ -25,15 +25,9 @@ def invoke(*arguments: str) -> Result:
 
 
 def test_one_row_end_to_end(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "zrpc.cli", "bench", "--rounds", "1", "--rows", "empty call"]
+    options = ["--rounds", "1", "--rows", "empty call", "--seconds", "0.01"]
     files = ["--json", "run.json", "--plot", "run.png"]
-    done = subprocess.run(
-        [*command, "--seconds", "0.01", *files],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_python("-m", "zrpc.cli", "bench", *options, *files, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stderr == "round 1 of 1: calls\n"
     lines = done.stdout.splitlines()
@@ -114,17 +108,12 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
     assert "pip install matplotlib" in result.output
 
 
-def test_list_prints_the_names_of_all_rows() -> None:
-    result = invoke("--list")
-    assert result.output.splitlines() == [row.name for row in all_rows()]
-
-
 def test_neither_the_command_nor_the_process_that_measures_imports_torch() -> None:
     """It measures other processes; importing torch would make each start seconds slower."""
     code = """
 import sys
 from zrpc.cli import main
-from zrpc.cli.data_file import write_data
+from zrpc.cli.bench_options import write_data
 for option in ("--help", "--list"):
     main(["bench", option], standalone_mode=False)
 heavy = {"torch", "zmq", "numpy", "matplotlib", "rich"}
@@ -133,8 +122,9 @@ import zrpc.bench.run, zrpc.bench.rows, zrpc.bench.table, zrpc.bench.plot
 import zrpc.bench.progress, zrpc.bench.scale, zrpc.bench.machine
 assert not {"torch", "matplotlib", "rich"} & set(sys.modules), "imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("\n".join([*(row.name for row in all_rows()), ""]))
 
 
 def test_tensors_on_a_device_are_measured_beside_a_copy_there() -> None:
@@ -149,7 +139,9 @@ def test_tensors_on_a_device_are_measured_beside_a_copy_there() -> None:
 
 
 def test_a_device_that_can_not_be_measured_is_refused() -> None:
+    without_gpu = [] if torch.cuda.is_available() else [(["--device", "cuda"], "finds 0 of type")]
     for arguments, reason in (
+        *without_gpu,
         (["--device", "fake:2"], "finds 2 of type fake"),
         (["--device", "nothing"], "such as cuda or cuda:1, but got 'nothing'"),
         (["--device", "cpu"], "other than the CPU"),
@@ -159,10 +151,3 @@ def test_a_device_that_can_not_be_measured_is_refused() -> None:
         done = invoke(*arguments)
         assert done.exit_code == 2
         assert reason in " ".join(done.output.replace("│", "").split())
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-def test_cuda_is_refused_without_a_gpu() -> None:
-    done = invoke("--device", "cuda")
-    assert done.exit_code == 2
-    assert "finds 0 of type cuda" in " ".join(done.output.replace("│", "").split())

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from zrpc.bench.row import Group, Row
 from zrpc.bench.run import Run
 from zrpc.bench.sampling import Sampling, Settings
 from zrpc.launch import Starter
+from zrpc.testing.procfs import children, state_of
 
 GOOD = Row("good", "calls:empty")
 BROKEN = Row("broken", "calls:no_such")
@@ -25,35 +25,19 @@ SLOW = Row("slow", "calls:empty", deadline=0.3)
 ENDLESS = Sampling(seconds=3600)
 
 
-def silent(number: int, group: Group, row: Row) -> None:
-    """Shows no progress."""
-
-
-def pids_of(mesh: Mesh) -> list[int]:
-    return [process.pid for process in mesh._processes]
-
-
 def is_running(pid: int) -> bool:
-    return Path(f"/proc/{pid}").exists()
+    return state_of(pid) != ""
 
 
 def test_a_mesh_leaves_nothing_behind(starter: Starter, tiny: Sampling) -> None:
     with Mesh(starter, "zrpc", 2) as mesh:
-        pids, directory = pids_of(mesh), mesh._directory
+        pids, directory = children(starter.pid), mesh._directory
         assert mesh.join_seconds > 0
         assert mesh.measure("calls:empty", (), tiny, 30).value > 0
         assert directory.exists()
     assert mesh.shutdown_errors == []
     assert not directory.exists()
     assert not [pid for pid in pids if is_running(pid)]
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-def await_stopped(pids: list[int], stopped: bool) -> None:
-    until(lambda: not any(is_stopped(pid) is not stopped for pid in pids))
 
 
 @pytest.mark.parametrize("library", ["zrpc", "torch"])
@@ -63,9 +47,9 @@ def test_a_paused_mesh_can_be_resumed_or_shut_down(
     with Mesh(starter, library, 2) as mesh:
         mesh.measure("calls:empty", (), tiny, 30)
         mesh.pause()
-        await_stopped(pids_of(mesh), True)
+        until(lambda: [state_of(pid) for pid in children(starter.pid)] == ["T"] * 2)
         mesh.resume()
-        await_stopped(pids_of(mesh), False)
+        until(lambda: "T" not in [state_of(pid) for pid in children(starter.pid)])
         assert mesh.measure("calls:empty", (), tiny, 30).value > 0
         mesh.pause()
     assert mesh.shutdown_errors == []
@@ -84,7 +68,7 @@ def test_a_workload_that_hangs_is_killed(starter: Starter) -> None:
 
     def hang() -> None:
         with Mesh(starter, "zrpc", 2) as mesh:
-            pids.extend(pids_of(mesh))
+            pids.extend(children(starter.pid))
             mesh.measure("calls:empty", (), ENDLESS, 0.2)
 
     with pytest.raises(HungError, match=r"no result within 0\.2 s"):
@@ -97,21 +81,16 @@ def test_a_workload_that_hangs_is_killed(starter: Starter) -> None:
 def test_a_worker_that_dies_is_noticed_before_the_deadline(starter: Starter, rank: int) -> None:
     def die() -> None:
         with Mesh(starter, "zrpc", 2) as mesh:
-            threading.Timer(0.2, os.kill, (pids_of(mesh)[rank], signal.SIGKILL)).start()
+            threading.Timer(0.2, os.kill, (children(starter.pid)[rank], signal.SIGKILL)).start()
             mesh.measure("calls:peer_busy", (), ENDLESS, 60)
 
     with pytest.raises(MeshError, match=f"worker{rank} was killed by SIGKILL"):
         die()
 
 
-def test_workers_that_do_not_join_in_time(starter: Starter) -> None:
-    with pytest.raises(HungError, match="the workers did not join within 0 s"):
-        Mesh(starter, "zrpc", 2, timeout=0).__enter__()
-
-
 def test_workers_that_do_not_leave_are_killed_and_reported(starter: Starter) -> None:
     with Mesh(starter, "zrpc", 2) as mesh:
-        pids = pids_of(mesh)
+        pids = children(starter.pid)
         os.kill(pids[1], signal.SIGSTOP)
         mesh._timeout = 0.3
     assert mesh.shutdown_errors == [
@@ -129,7 +108,7 @@ def borrowed_starter(starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_that_fails_does_not_affect_the_others(tiny: Sampling) -> None:
     group = Group("group", (BROKEN, GOOD), turns=2)
     run = Run([group], Settings(against=None, rounds=2, sampling=tiny))
-    run.run(silent)
+    run.run(lambda *_: None)
     broken, good = run.results
     reasons = {each.reason for each in broken.failures("zrpc")}
     assert len(broken.failures("zrpc")) == 2
@@ -144,19 +123,13 @@ def test_a_row_that_hangs_is_not_tried_in_the_next_round() -> None:
     settings = Settings(against=None, rounds=3, sampling=ENDLESS)
     run = Run([Group("group", (SLOW,), turns=1)], settings)
     before = time.monotonic()
-    run.run(silent)
+    run.run(lambda *_: None)
     assert time.monotonic() - before < 15
     assert [each.reason for each in run.results[0].failures("zrpc")] == [
         "no result within 0.3 s"
     ] * 3
-
-
-@pytest.mark.usefixtures("borrowed_starter")
-def test_if_no_mesh_starts_all_rows_fail(tiny: Sampling) -> None:
-    settings = Settings(against=None, rounds=1, sampling=tiny, mesh_timeout=0)
-    run = Run([Group("group", (GOOD, BROKEN))], settings)
-    run.run(silent)
-    for result in run.results:
-        assert [each.reason for each in result.failures("zrpc")] == [
-            "at the start: the workers did not join within 0 s"
-        ]
+    # If no mesh starts, all rows fail.
+    run = Run([Group("group", (GOOD, BROKEN))], Settings(against=None, rounds=1, mesh_timeout=0))
+    run.run(lambda *_: None)
+    reason = "at the start: the workers did not join within 0 s"
+    assert [[each.reason for each in row.failures("zrpc")] for row in run.results] == [[reason]] * 2

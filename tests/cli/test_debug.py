@@ -58,14 +58,18 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
         program.close()
 
 
+def say(program: TerminalProgram, text: str, answer: str = "") -> str:
+    """Types a command of the debugger; returns what is shown up to the next prompt."""
+    program.type(f"{text}\n")
+    return program.read_until(f"{answer}(Pdb) ")
+
+
 def test_breakpoint_of_a_handler_opens_a_prompt_at_the_launchers_terminal(begin: Begin) -> None:
     launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
     assert "worker1 (rank 1), pid" in launched.read_until("(Pdb) ")
-    launched.type("p local\n")
-    launched.read_until("7\r\n(Pdb) ")
+    say(launched, "p local", "7\r\n")
     # Longer than the call's timeout.
-    launched.type("import time; time.sleep(3)\n")
-    launched.read_until("(Pdb) ")
+    say(launched, "import time; time.sleep(3)")
     launched.type("c\n")
     launched.read_until("[0]")
     assert launched.finish() == 0
@@ -91,9 +95,7 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
         launched.await_text(f"ValueError: script of {rank}")
     shown = ""
     for _ in range(2):
-        shown += launched.read_until("(Pdb) ")
-        launched.type("p here\n")
-        shown += launched.read_until("(Pdb) ")
+        shown += launched.read_until("(Pdb) ") + say(launched, "p here")
         launched.type("q\n")
     assert launched.finish() == 1
     for rank in range(2):
@@ -104,8 +106,7 @@ def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Be
 def test_error_before_the_mesh_opens_a_prompt(begin: Begin) -> None:
     launched = begin("launch", "--pdb", script="here = 3\nraise ValueError(here)\n", cold=True)
     assert "rank 0, pid" in launched.read_until("(Pdb) ")
-    launched.type("p here + 4\n")
-    launched.read_until("7\r\n(Pdb) ")
+    say(launched, "p here + 4", "7\r\n")
     launched.type("c\n")
     assert launched.finish() == 1
 
@@ -119,20 +120,15 @@ def test_worker_that_is_killed_at_the_prompt_ends_it(begin: Begin) -> None:
     assert "rank 1 failed (SIGKILL" in launched.seen
 
 
-@pytest.mark.parametrize("where", ["handler", "script"])
-def test_ctrl_c_at_the_prompt_stops_the_workers(begin: Begin, where: str) -> None:
-    script = HANDLER if where == "handler" else BEGIN + "    breakpoint()\n    print(rank)\n"
-    launched = begin("launch", "--pdb", "-n", "2", script=script)
-    launched.read_until("(Pdb) ")
-    launched.type("\x03")
-    assert launched.finish() == 128 + signal.SIGINT
-
-
-def test_ctrl_d_quits_the_debugger(begin: Begin) -> None:
-    launched = begin("launch", "--pdb", "-n", "2", script=HANDLER)
-    launched.read_until("(Pdb) ")
-    launched.type("\x04")
-    assert launched.finish() != 0
+def test_ctrl_c_at_the_prompt_stops_the_workers_and_ctrl_d_quits_the_debugger(
+    begin: Begin,
+) -> None:
+    in_script = BEGIN + "    breakpoint()\n    print(rank)\n"
+    for script, key in ((HANDLER, "\x03"), (in_script, "\x03"), (HANDLER, "\x04")):
+        launched = begin("launch", "--pdb", "-n", "2", script=script)
+        launched.read_until("(Pdb) ")
+        launched.type(key)
+        assert (launched.finish() == 128 + signal.SIGINT) == (key == "\x03")
     assert "BdbQuit" in launched.seen
 
 
@@ -160,8 +156,7 @@ def test_zrpc_debug_attaches_detaches_and_attaches_again(begin: Begin, tmp_path:
         assert f"worker1 (rank 1, pid {found[1]})" in refused.output
         first = begin("debug", found[1], cold=True)
         first.read_until("(Pdb) ")
-        first.type("p local\n")
-        first.read_until("7\r\n(Pdb) ")
+        say(first, "p local", "7\r\n")
         first.type("\x03")
         first.read_until(f"detached; worker1 waits: zrpc debug {found[1]}")
         assert first.finish() == 0

@@ -115,43 +115,47 @@ def test_a_package_that_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     expect(finding, "failure", "OSError: libzmq.so.5: cannot open", "pip install --force-reinstall")
 
 
-def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zrpc.membership.endpoints, "supports_curve", lambda: False)
-    expect(
-        examine(code=1)["CURVE"], "failure", "found one without", "install pyzmq from its wheels"
-    )
-
-
-def test_memfds_that_are_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_that_cannot_encrypt_or_share_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    finding = examine()["memfd"]
-    expect(finding, "warning", "(Operation not permitted)", "allow memfd_create in the container")
+    monkeypatch.setattr(zrpc.membership.endpoints, "supports_curve", lambda: False)
+    found = examine(code=1)
+    expect(found["CURVE"], "failure", "found one without", "install pyzmq from its wheels")
+    expect(found["memfd"], "warning", "(Operation not permitted)", "allow memfd_create in the")
 
 
-def test_a_directory_that_does_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", "/nonexistent")
-    findings = examine(code=1)
-    expect(findings["directory"], "failure", "/nonexistent (No such file", "make it one, or name")
-    expect(findings["interface"], "warning", "127.0.0.1, not tried", "mend the directory")
-
-
-def test_a_directory_in_which_others_can_write(directory: Path) -> None:
-    directory.chmod(0o777)
-    expect(examine(code=1)["directory"], "failure", "with mode 0777", "chmod o-w")
-
-
-def test_a_directory_whose_path_is_too_long(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_directories_that_cannot_be_used(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = directory / ("x" * 100)
     long.mkdir()
     monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(long))
     finding = examine()["directory"]
     expect(finding, "warning", f"/tmp, since {long} is too long", "with a short path")
     long.rmdir()
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", "/nonexistent")
+    findings = examine(code=1)
+    expect(findings["directory"], "failure", "/nonexistent (No such file", "make it one, or name")
+    expect(findings["interface"], "warning", "127.0.0.1, not tried", "mend the directory")
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(directory))
+    directory.chmod(0o777)
+    expect(examine(code=1)["directory"], "failure", "with mode 0777", "chmod o-w")
+
+
+def test_interfaces_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for interface in ("*", "nosuchthing0"):
+        monkeypatch.setenv("ZRPC_IFACE", interface)
+        expect(examine(code=1)["interface"], "failure", interface, "name")
+    monkeypatch.delenv("ZRPC_IFACE")
+
+    def unknown(*_: Any, **__: Any) -> Any:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setenv("MASTER_ADDR", "train-0..mesh")  # no name that could be asked for
+    for find in (socket.getaddrinfo, unknown):
+        monkeypatch.setattr(socket, "getaddrinfo", find)
+        finding = examine(code=1)["interface"]
+        expect(finding, "failure", "'train-0..mesh' has no address", "check MASTER_ADDR")
 
 
 def test_outside_of_a_launch_there_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,12 +164,6 @@ def test_outside_of_a_launch_there_is_no_master(monkeypatch: pytest.MonkeyPatch)
     findings = examine()
     expect(findings["interface"], "warning", "without a master", "such as srun zrpc doctor")
     assert "the world size isn't known" in findings["descriptors"]["found"]
-
-
-@pytest.mark.parametrize("interface", ["*", "nosuchthing0"])
-def test_an_interface_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch, interface: str) -> None:
-    monkeypatch.setenv("ZRPC_IFACE", interface)
-    expect(examine(code=1)["interface"], "failure", interface, "name")
 
 
 def test_a_master_whose_name_means_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,21 +177,6 @@ def test_a_master_whose_name_means_loopback(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("MASTER_ADDR", "node0")
     finding = examine()["interface"]
     expect(finding, "warning", "to which node0 leads: other hosts can't", "set ZRPC_IFACE")
-
-
-@pytest.mark.parametrize("error", [socket.gaierror(-2, "Name or service not known"), None])
-def test_a_master_that_has_no_address(
-    monkeypatch: pytest.MonkeyPatch, error: socket.gaierror | None
-) -> None:
-    if error is not None:
-
-        def unknown(*_: Any, **__: Any) -> Any:
-            raise error
-
-        monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    monkeypatch.setenv("MASTER_ADDR", "train-0..mesh")  # no name that could be asked for
-    finding = examine(code=1)["interface"]
-    expect(finding, "failure", "'train-0..mesh' has no address", "check MASTER_ADDR")
 
 
 @pytest.fixture

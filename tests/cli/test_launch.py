@@ -15,6 +15,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from tests.support.programs import run_python
 from tests.support.warm import warm_commands
 from zrpc.cli import main
 from zrpc.cli.launch import command
@@ -48,22 +49,21 @@ def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
     assert run("--version", cwd=tmp_path) == (0, f"zrpc, version {version('torch-zrpc')}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["launch", "--help"]])
-def test_help_imports_neither_torch_nor_zmq(arguments: list[str]) -> None:
-    code = f"""
+def test_help_imports_neither_torch_nor_zmq() -> None:
+    code = """
 import sys
 from zrpc.cli import main
-main({arguments!r}, standalone_mode=False)
-assert not {{"torch", "zmq", "numpy"}} & set(sys.modules), "imported"
+for arguments in (["--help"], ["launch", "--help"]):
+    main(arguments, standalone_mode=False)
+assert not {"torch", "zmq", "numpy"} & set(sys.modules), "imported"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "launch" in done.stdout
 
 
-@pytest.mark.parametrize("flag", ["-h", "--help"])
-def test_help_begins_with_examples_and_shows_each_option_in_a_section(flag: str) -> None:
-    text = CliRunner().invoke(main, ["launch", flag]).output
+def test_help_begins_with_examples_and_shows_each_option_in_a_section() -> None:
+    text = CliRunner().invoke(main, ["launch", "-h"]).output
     assert text.index("zrpc launch -n 4 train.py --lr 0.1") < text.index("All arguments after")
     headings = ["Workers:", "Output:", "Restarts:", "Workers that join and leave:", "Network:"]
     places = [text.index(f"\n{heading}\n") for heading in [*headings, "Other options:"]]
@@ -73,70 +73,60 @@ def test_help_begins_with_examples_and_shows_each_option_in_a_section(flag: str)
     assert "Exit codes: 0 if all workers" in text
 
 
-@pytest.mark.parametrize("name", main.list_commands(click.Context(main)))
-def test_no_help_shows_a_mark_for_the_formatter(name: str) -> None:
-    assert "\\b" not in CliRunner().invoke(main, [name, "--help"]).output
-
-
-def test_commands_are_listed_by_use() -> None:
+def test_commands_are_listed_by_use_and_no_help_shows_a_mark_for_the_formatter() -> None:
     text = CliRunner().invoke(main, ["-h"]).output
     assert text.index("launch") < text.index("stacks") < text.index("secret") < text.index("bench")
+    for name in main.list_commands(click.Context(main)):
+        assert "\\b" not in CliRunner().invoke(main, [name, "--help"]).output
 
 
-@pytest.mark.parametrize(
-    ("arguments", "noted"),
-    [
-        (["s.py", "--nprocs", "2"], "--nprocs"),
+def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+    for arguments, noted in (
         (["s.py", "--nproc-per-node=2"], "--nproc-per-node=2"),
         (["-n", "1", "s.py", "--nprocs", "2"], None),
         (["s.py", "--lr", "1", "-m", "x"], None),
-    ],
-)
-def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(
-    tmp_path: Path, arguments: list[str], noted: str | None
-) -> None:
-    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
-    code, out, err = run("launch", *arguments, cwd=tmp_path)
-    assert (code, out) == (0, f"[0] {arguments[arguments.index('s.py') + 1 :]!r}\n")
-    assert (f"note: {noted} stands after the script and is passed to it" in err) == bool(err)
-    assert bool(err) == (noted is not None)
+    ):
+        code, out, err = run("launch", *arguments, cwd=tmp_path)
+        assert (code, out) == (0, f"[0] {arguments[arguments.index('s.py') + 1 :]!r}\n")
+        assert (f"note: {noted} stands after the script and is passed to it" in err) == bool(err)
+        assert bool(err) == (noted is not None)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["no.py"], "there is no script 'no.py'"),
-        (["/dev/stdin"], "expected a script that each worker can open, found '/dev/stdin'"),
-        (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
-        (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
-        (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
-        (["--env", "RANK=1", "s.py"], "RANK can't be set"),
-        (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
-        (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
-        (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
-        (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
-        (["--role", "a", "s.py"], "expected NAME=NUMBER, each name once, but got 'a'"),
-        (["--role", "a=1", "--role", "a=2", "s.py"], "each name once, but got 'a=2'"),
-        (["--role", "a=0", "s.py"], "expected at least 1 worker, but got nprocs=0"),
-        (["--role", "a=2", "-n", "3", "s.py"], "which is 2, but got nprocs=3: leave it out"),
-        (["--role", "a=2", "--elastic", "s.py"], "--role names workers by their number"),
-        (["--grace", "-1", "s.py"], "Invalid value for '--grace': -1.0 is not in the range x>=0"),
-        (["--grace", "inf", "s.py"], "Invalid value for '--grace': expected a finite number"),
-    ],
+BAD_ARGUMENTS = (
+    (["no.py"], "there is no script 'no.py'"),
+    (["/dev/stdin"], "expected a script that each worker can open, found '/dev/stdin'"),
+    (["--nprocs", "0", "s.py"], "0 is not in the range x>=1"),
+    (["--env", "NOVALUE", "s.py"], "expected NAME=VALUE, but got 'NOVALUE'"),
+    (["--env", "=V", "s.py"], "expected NAME=VALUE, but got '=V'"),
+    (["--env", "RANK=1", "s.py"], "RANK can't be set"),
+    (["--env", "ZRPC_SECRET=x", "s.py"], "ZRPC_SECRET can't be set here"),
+    (["--timeout", "0", "s.py"], "0.0 is not in the range x>0"),
+    (["--timeout", "nan", "s.py"], "expected a finite number, but got nan"),
+    (["--name-prefix", "a b", "s.py"], "expected a name prefix of at most 120 letters"),
+    (["--role", "a", "s.py"], "expected NAME=NUMBER, each name once, but got 'a'"),
+    (["--role", "a=1", "--role", "a=2", "s.py"], "each name once, but got 'a=2'"),
+    (["--role", "a=0", "s.py"], "expected 1 worker or more of the role a, but got 0"),
+    (["--role", "a=2", "-n", "3", "s.py"], "which is 2, but got nprocs=3: leave it out"),
+    (["--role", "a=2", "--elastic", "s.py"], "--role names workers by their number"),
+    (["--grace", "-1", "s.py"], "Invalid value for '--grace': -1.0 is not in the range x>=0"),
+    (["--grace", "inf", "s.py"], "Invalid value for '--grace': expected a finite number"),
+    (["--listen", "h:1", "s.py"], "are for an elastic mesh: add --elastic"),
+    (["--join", "h:1", "s.py"], "are for an elastic mesh: add --elastic"),
+    (["--elastic", "--listen", "h:1", "--join", "h:1", "s.py"], "but got both"),
+    (["--elastic", "--listen", "h", "s.py"], "expected HOST:PORT, but got 'h'"),
+    (["--elastic", "--join", "h:1", "s.py"], "need its secret: set ZRPC_SECRET_FILE"),
 )
-def test_bad_arguments_are_explained(
-    arguments: list[str], error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+
+def test_bad_arguments_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "s.py").touch()
-    result = CliRunner().invoke(main, ["launch", *arguments])
-    assert result.exit_code == 2
-    assert error in result.output
-
-
-def test_the_grace_period_is_30_seconds_unless_another_is_given() -> None:
-    for arguments, grace in ((["s.py"], 30), (["--grace", "0.5", "s.py"], 0.5)):
-        assert command.make_context("launch", arguments).params["grace"] == grace
+    runner = CliRunner(env={"ZRPC_SECRET": None, "ZRPC_SECRET_FILE": None})
+    for arguments, error in BAD_ARGUMENTS:
+        result = runner.invoke(main, ["launch", *arguments])
+        assert result.exit_code == 2, arguments
+        assert error in result.output
 
 
 WAITS_FOR_ZRPC = """
@@ -194,19 +184,19 @@ def test_a_launcher_without_descriptors_says_which_limit_to_raise(tmp_path: Path
 def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
     script = """
         import os, sys
-        print(os.environ["ZRPC_WORKER_NAME"], os.environ["A"], os.environ["B"], sys.argv)
+        print(*map(os.environ.get, ("ZRPC_WORKER_NAME", "A", "B", "ZRPC_IFACE")), sys.argv)
     """
     (tmp_path / "s.py").write_text(dedent(script))
     code, out, err = run(
         *("launch", "--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"),
-        *("--log-dir", "logs", "--timeout", "60"),
+        *("--log-dir", "logs", "--timeout", "60", "--iface", "eth7"),
         *("s.py", "--nprocs", "3", "-m", "--", "--help"),
         cwd=tmp_path,
     )
     assert (code, err) == (0, "")
     argv = ["s.py", "--nprocs", "3", "-m", "--", "--help"]
-    assert sorted(out.splitlines()) == [f"[{i}] w:{i} 1 x=y {argv}" for i in range(2)]
-    assert (tmp_path / "logs" / "rank1.out").read_text() == f"w:1 1 x=y {argv}\n"
+    assert sorted(out.splitlines()) == [f"[{i}] w:{i} 1 x=y eth7 {argv}" for i in range(2)]
+    assert (tmp_path / "logs" / "rank1.out").read_text() == f"w:1 1 x=y eth7 {argv}\n"
 
 
 def test_module_can_be_launched_and_its_exit_code_is_returned(tmp_path: Path) -> None:
@@ -233,11 +223,6 @@ def test_workers_come_from_one_process_that_has_imported_torch_and_meet_through_
     code, out, err = run(*command, cwd=tmp_path, env={"OMP_NUM_THREADS": "2"})
     assert code == 0, err
     assert sorted(out.splitlines()) == [f"[{i}] 2 1 2" for i in range(2)]
-
-
-def test_the_interface_is_passed_on(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_text("import os; print(os.environ.get('ZRPC_IFACE'))")
-    assert run("launch", "--iface", "eth7", "s.py", cwd=tmp_path)[:2] == (0, "[0] eth7\n")
 
 
 CALLING = """

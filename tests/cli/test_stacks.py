@@ -29,13 +29,6 @@ def stacks_with(text: str, *arguments: str) -> str:
     return output
 
 
-@pytest.mark.parametrize("timeout", ["nan", "inf", "0", "-1"])
-def test_invalid_timeout_is_refused(timeout: str) -> None:
-    done = stacks("--timeout", timeout)
-    assert done.exit_code == 2
-    assert "Invalid value for '--timeout'" in done.output
-
-
 @pytest.mark.zrpc(processes=True, options={"num_worker_threads": 1})
 def test_circle_of_waiting_between_processes_is_shown(mesh: Mesh) -> None:
     mesh.submit(0, zrpc.rpc_sync, "worker0", holds_up_its_loop)
@@ -95,7 +88,10 @@ def test_output_as_json(mesh: Mesh) -> None:
     assert found["silent"] == found["cycles"] == []
 
 
-def test_unknown_worker_is_an_error() -> None:
+def test_unknown_worker_and_invalid_timeout_are_errors() -> None:
+    done = stacks("--timeout", "nan")
+    assert done.exit_code == 2
+    assert "Invalid value for '--timeout'" in done.output
     done = stacks("--timeout", "0.5", f"nobody-{os.getpid()}")
     assert done.exit_code == 1
     assert "no running mesh of this user with nobody-" in done.output

@@ -66,8 +66,6 @@ def fails() -> None:
 def seconds(view: MeshView, before: MeshView, name: str) -> float:
     [new] = [each.stats for each in view.snapshots.values() if each.name == name]
     [old] = [each.stats for each in before.snapshots.values() if each.name == name]
-    assert new is not None
-    assert old is not None
     return float(new["seconds"] - old["seconds"])
 
 
@@ -75,15 +73,15 @@ def seconds(view: MeshView, before: MeshView, name: str) -> float:
 def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None:
     mesh.run(0, call_often, "worker1", 7)  # not counted
     before = look()
+    for worker in mesh_rates([], before):  # a first look has no rates
+        assert worker.calls_out is worker.cpu is worker.p50_ms is None
+        assert worker.queued == 0
     mesh.run(0, call_often, "worker1", CALLS)
     view = look()
     caller, callee = mesh_rates(before.snapshots.values(), view)
     took = seconds(view, before, "worker0")
-    assert caller.calls_out is not None
     assert caller.calls_out * took == pytest.approx(CALLS + 1)
     assert caller.calls_in == 0
-    assert caller.p50_ms is not None
-    assert caller.p99_ms is not None
     assert 0 < caller.p50_ms <= caller.p99_ms
     [ordered, failed] = sorted(caller.functions, key=lambda each: -each.calls)
     assert (ordered.name, failed.name) == ("sorted", "fails")
@@ -92,13 +90,11 @@ def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None
     assert failed.errors * took == pytest.approx(1)
 
     took = seconds(view, before, "worker1")
-    assert callee.calls_in is not None
     assert callee.calls_in * took == pytest.approx(CALLS + 1)
     # By the time that they took; one that fails may take long, as it is logged.
     by_time = [each.busy for each in callee.functions]
     assert by_time == sorted(by_time, reverse=True)
     [ordered] = [each for each in callee.functions if each.name == "sorted"]
-    assert ordered.run_ms is not None
     assert ordered.busy * 1000 == pytest.approx(ordered.run_ms * ordered.runs)
     assert (caller.bytes_out or 0) > 32 * CALLS / took / 2
     [peer] = callee.peers
@@ -106,13 +102,6 @@ def test_rates_are_those_of_the_calls_made_between_two_looks(mesh: Mesh) -> None
     assert peer.bytes_in > 0
     assert (callee.memory or 0) > 2**20
     assert (callee.cpu or 0) > 0
-
-
-def test_first_look_has_no_rates(mesh: Mesh) -> None:
-    for worker in rates():
-        assert worker.calls_out is worker.cpu is worker.p50_ms is None
-        assert worker.queued == 0
-        assert worker.state == "running"
 
 
 @pytest.mark.system
@@ -168,8 +157,33 @@ def test_lost_worker_is_shown_with_its_reason(mesh: Mesh) -> None:
     assert "worker1" in gone.why
 
 
-@pytest.mark.zrpc(processes=True)
-def test_json_of_a_mesh_of_processes(mesh: Mesh) -> None:
+@pytest.mark.system
+def test_a_table_is_printed_with_the_columns_that_fit(mesh: Mesh) -> None:
+    mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
+    for columns, sort, charset in (
+        (160, "cpu", "utf-8"),
+        (80, "rank", "utf-8"),
+        (80, "rrefs", "utf-8"),
+        (30, "rank", "ascii"),
+    ):
+        runner = CliRunner(charset, env={"COLUMNS": str(columns)})
+        done = runner.invoke(main, ["top", "--once", "--interval", "0.3", "--sort", sort, PID])
+        assert done.exit_code == 0
+        assert "Mesh of 2 workers" in done.output
+        assert max(map(len, done.output.splitlines())) <= columns
+        if charset == "ascii":  # in which there is no ellipsis
+            assert "?" in done.output
+            continue
+        assert "running" in done.output
+        assert "…" not in done.output
+        heading = next(line for line in done.output.splitlines() if "worker " in line)
+        assert ("RRefs" in heading) == (sort == "rrefs" or columns == 160)
+        assert ("bytes" in heading) == (columns == 160)
+
+
+@pytest.mark.zrpc(processes=True, restarts=True)
+def test_the_json_of_processes_and_a_restarted_worker_counts_once(mesh: Mesh) -> None:
+    mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
     done = top("--once", "--json", "--interval", "0.5", str(mesh.pid(0)))
     assert done.exit_code == 0
     content = json.loads(done.output)
@@ -179,36 +193,6 @@ def test_json_of_a_mesh_of_processes(mesh: Mesh) -> None:
         (name, rank, mesh.pid(rank), "running") for rank, name in enumerate(mesh.names)
     ]
     assert all(worker["cpu"] is not None for worker in found["workers"])
-
-
-@pytest.mark.system
-def test_table_is_printed_once(mesh: Mesh) -> None:
-    done = CliRunner(env={"COLUMNS": "160"}).invoke(
-        main, ["top", "--once", "--interval", "0.3", "--sort", "cpu", PID]
-    )
-    assert done.exit_code == 0
-    assert "Mesh of 2 workers" in done.output
-    assert "worker0" in done.output
-    assert "running" in done.output
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("sort", ["rank", "rrefs"])
-def test_a_narrow_terminal_gets_fewer_columns_and_nothing_is_cut_off(mesh: Mesh, sort: str) -> None:
-    mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
-    runner = CliRunner(env={"COLUMNS": "80"})
-    done = runner.invoke(main, ["top", "--once", "--interval", "0.3", "--sort", sort, PID])
-    assert done.exit_code == 0
-    assert "…" not in done.output
-    assert max(map(len, done.output.splitlines())) <= 80
-    heading = next(line for line in done.output.splitlines() if "worker " in line)
-    assert ("RRefs" in heading) == (sort == "rrefs")
-    assert "bytes" not in heading
-
-
-@pytest.mark.zrpc(processes=True, restarts=True)
-def test_a_worker_that_was_restarted_counts_once(mesh: Mesh) -> None:
-    mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
     mesh.kill(1)
     until(lambda: states(str(mesh.pid(0))) == {"worker0": "running", "worker1": "lost"})
     command = ["top", "--once", "--interval", "0.3", str(mesh.pid(0))]
@@ -217,15 +201,6 @@ def test_a_worker_that_was_restarted_counts_once(mesh: Mesh) -> None:
     mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
     until(lambda: states(str(mesh.pid(0))) == {"worker0": "running", "worker1": "running"})
     assert "Mesh of 2 workers" in CliRunner().invoke(main, command).output.splitlines()[0].strip()
-
-
-@pytest.mark.system
-def test_a_table_with_an_ellipsis_is_printed_in_ascii_too(mesh: Mesh) -> None:
-    runner = CliRunner(charset="ascii", env={"COLUMNS": "30"})
-    done = runner.invoke(main, ["top", "--once", "--interval", "0.3", PID])
-    assert done.exit_code == 0
-    assert "Mesh of 2 workers" in done.output
-    assert "?" in done.output
 
 
 def test_workers_have_a_second_to_answer_however_short_the_interval(
@@ -278,10 +253,9 @@ def test_without_a_terminal_the_live_screen_is_refused(mesh: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_keys_on_a_terminal(mesh: Mesh, tmp_path: Path) -> None:
-    program = TerminalProgram(
-        ["-m", "zrpc.cli", "top", "--interval", "0.3", PID], tmp_path, cold=True
-    )
+@pytest.mark.parametrize("end", ["q", "\x03", "the mesh ends"])
+def test_keys_and_end_on_a_terminal(mesh: Mesh, tmp_path: Path, end: str) -> None:
+    program = TerminalProgram(["-m", "zrpc.cli", "top", "--interval", "0.3", PID], tmp_path)
     try:
         program.read_until("Mesh of 2 workers")
         program.read_until("q quit")
@@ -290,24 +264,11 @@ def test_keys_on_a_terminal(mesh: Mesh, tmp_path: Path) -> None:
         program.read_until("Busiest peers")
         program.type("\x1b")
         program.read_until("Mesh of 2 workers")
-        program.type("q")
-        assert program.finish() == 0
-    finally:
-        program.close()
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("how", ["ctrl-c", "the mesh ends"])
-def test_end_on_a_terminal(mesh: Mesh, tmp_path: Path, how: str) -> None:
-    program = TerminalProgram(["-m", "zrpc.cli", "top", "--interval", "0.3", PID], tmp_path)
-    try:
-        program.read_until("q quit")
-        if how == "ctrl-c":
-            program.type("\x03")
-            assert program.finish() == 0
-        else:
+        if end == "the mesh ends":
             mesh.shutdown()
-            assert program.finish() == 1
-            assert "no running mesh" in program.seen
+        else:
+            program.type(end)
+        assert program.finish() == (end == "the mesh ends")
+        assert ("no running mesh" in program.seen) == (end == "the mesh ends")
     finally:
         program.close()

@@ -9,7 +9,6 @@ import pytest
 
 from tests.compatibility import __main__ as runner
 from tests.compatibility import table
-from tests.compatibility.table import Row
 
 PAGE = "# Page\n\n<!-- summary -->\n<!-- end of summary -->\n\n<!-- tables -->\n"
 SAMPLE = [
@@ -37,25 +36,3 @@ def test_the_page_explains_all_rows_and_most_of_them_pass() -> None:
 @pytest.mark.system
 def test_a_sample_of_the_page_holds() -> None:
     assert runner.unexpected(SAMPLE, jobs=1) == []
-
-
-def _outcomes(monkeypatch: pytest.MonkeyPatch, *outcomes: str) -> None:
-    """Has the runs of one test, one after the other, give these results."""
-    left = [{"RpcTest.test_add": {"outcome": outcome, "reason": ""}} for outcome in outcomes]
-    monkeypatch.setattr(runner, "results", lambda names, jobs, on_zrpc: left.pop(0))
-
-
-def test_a_row_that_does_not_hold_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {"RpcTest.test_add": Row((), "is not supported")}
-    monkeypatch.setattr(table, "read", lambda page: rows)
-    _outcomes(monkeypatch, "passes", "passes")
-    (problem,) = runner.unexpected(list(rows), jobs=1)
-    assert problem.startswith("RpcTest.test_add: expected 'is not supported', but it passes")
-
-
-@pytest.mark.parametrize(("second", "reported"), [("passes", 0), ("fails", 1)])
-def test_a_test_that_fails_is_run_once_more(
-    monkeypatch: pytest.MonkeyPatch, second: str, reported: int
-) -> None:
-    _outcomes(monkeypatch, "fails", second)
-    assert len(runner.unexpected(["RpcTest.test_add"], jobs=1)) == reported

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
+from tests.support.programs import run_python
 from tests.support.waiting import until
 from zrpc.testing.procfs import state_of
 
@@ -136,15 +135,17 @@ class _Shown:
         self.error = next((o.ename for o in outputs if o.output_type == "error"), None)
 
 
-def test_functions_and_classes_of_cells_run_on_workers_and_print_in_the_cell(
-    cells: dict[str, Any],
-) -> None:
-    assert cells["first"].result == "(8, 5, True)"
+def test_functions_and_classes_of_cells_run_on_workers(cells: dict[str, Any]) -> None:
+    """Also redefined ones, and callbacks; and cells may await, or compute while they serve."""
     assert cells["first"].stdout == "[learner0] working\n"
-
-
-def test_functions_and_classes_can_be_redefined(cells: dict[str, Any]) -> None:
-    assert cells["redefined"].result == "(('new', 12), ('new', 6))"
+    for name, result in (
+        ("first", "(8, 5, True)"),
+        ("redefined", "(('new', 12), ('new', 6))"),
+        ("await", "('new', 3)"),
+        ("home", "(True, [1])"),
+        ("busy", "True"),
+    ):
+        assert cells[name].result == result
 
 
 def test_a_module_that_is_edited_is_reported_once(cells: dict[str, Any]) -> None:
@@ -152,18 +153,6 @@ def test_a_module_that_is_edited_is_reported_once(cells: dict[str, Any]) -> None
     assert cells["edited"].result == "('another', 1)"
     told = "the module edited_by_the_notebook was edited. Workers that have imported it run its old"
     assert [name for name, cell in cells.items() if told in cell.stderr] == ["edited"]
-
-
-def test_cells_may_await(cells: dict[str, Any]) -> None:
-    assert cells["await"].result == "('new', 3)"
-
-
-def test_a_callback_that_comes_home_is_the_notebooks_own(cells: dict[str, Any]) -> None:
-    assert cells["home"].result == "(True, [1])"
-
-
-def test_the_driver_serves_calls_while_a_cell_computes(cells: dict[str, Any]) -> None:
-    assert cells["busy"].result == "True"
 
 
 def test_a_flood_is_throttled_and_what_is_left_out_is_counted(cells: dict[str, Any]) -> None:
@@ -201,13 +190,8 @@ def f(): return "answer", zrpc.get_worker_info().name
 print(zrpc.rpc_sync(0, f))
 print(await zrpc.rpc_async(0, f))
 """
-    done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
-        input=source,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    options = ("--simple-prompt", "--no-banner", "--colors=NoColor")
+    done = run_python("-m", "IPython", *options, stdin=source)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("('answer', 'worker0')") == 2, done.stdout
     assert "Traceback" not in done.stdout + done.stderr

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -12,12 +10,8 @@ from textwrap import dedent
 
 import pytest
 
-from tests.support.programs import Programs
-from tests.support.warm import warm_commands
+from tests.support.programs import Programs, run_python
 from zrpc.testing.server import warm_server
-
-DEADLINE = 120.0
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
 
 Succeed = Callable[[str], None]
 Commands = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -39,29 +33,13 @@ def write(tmp_path: Path) -> Callable[[str, str], Path]:
 @pytest.fixture
 def commands(tmp_path: Path) -> Commands:
     """Runs a command with Python's options and arguments, in the program's directory."""
-    return partial(run_python, tmp_path)
+    return partial(run_python, cwd=tmp_path)
 
 
 @pytest.fixture
 def quick_commands(tmp_path: Path) -> Commands:
     """The same, forked from a process that has imported torch."""
-    return partial(run_python, tmp_path, warm=True)
-
-
-def run_python(
-    directory: Path, *arguments: str, stdin: str = "", warm: bool = False, **env: str
-) -> subprocess.CompletedProcess[str]:
-    """Runs a command in a directory."""
-    inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
-    return subprocess.run(
-        [warm_commands().python if warm else sys.executable, *arguments],
-        cwd=directory,
-        env={**inherited, **env},
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    return partial(run_python, cwd=tmp_path, warm=True)
 
 
 @pytest.fixture

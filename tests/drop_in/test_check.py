@@ -76,13 +76,6 @@ def test_imports_are_followed_without_running_anything(write: Write, tmp_path: P
     ]
 
 
-def test_the_program_must_exist() -> None:
-    with pytest.raises(FileNotFoundError, match=r"there is no script 'nothing\.py'"):
-        uses_in_program("nothing.py")
-    with pytest.raises(FileNotFoundError, match="there is no module 'no_such_module'"):
-        uses_in_program("no_such_module", module=True)
-
-
 @pytest.mark.system
 def test_the_command_lists_names_and_places(write: Write, quick_commands: Commands) -> None:
     write("package/__init__.py", "")
@@ -112,13 +105,11 @@ def test_the_command_lists_names_and_places(write: Write, quick_commands: Comman
         4 names of torch's RPC, 2 not supported
         """)  # noqa: E501
     assert ended.returncode == 1
-
-
-@pytest.mark.system
-def test_the_command_succeeds_if_all_names_are_supported(
-    write: Write, quick_commands: Commands
-) -> None:
     write("program.py", "from torch.distributed.rpc import rpc_sync")
     ended = quick_commands("-m", "zrpc.cli", "run", "--check", "program.py")
     assert ended.stdout.endswith("\n1 names of torch's RPC, 0 not supported\n")
     assert ended.returncode == 0
+    for missing in (["nothing.py"], ["-m", "no_such_module"]):
+        ended = quick_commands("-m", "zrpc.cli", "run", "--check", *missing)
+        assert f"there is no {'module' if '-m' in missing else 'script'} " in ended.stderr
+        assert ended.returncode == 2

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.drop_in.conftest import Commands, run_python
+from tests.drop_in.conftest import Commands
+from tests.support.programs import run_python
 from zrpc.launch.port import ReservedPort
 
 Write = Callable[[str, str], Path]
@@ -42,18 +43,9 @@ def test_a_program_runs_as_under_python(
     assert ours.returncode in (1, 2, 4)
 
 
-def test_a_script_that_does_not_exist(commands: Commands) -> None:
-    ended = commands(*RUN, "nothing.py")
-    assert "can't open file" in ended.stderr
-    assert ended.returncode == 2
-
-
 def test_options_of_the_interpreter_are_passed_on(write: Write, commands: Commands) -> None:
     write("program.py", "import sys; print(sys.flags.optimize, __debug__)")
     assert commands("-OO", *RUN, "program.py").stdout == "2 False\n"
-
-
-def test_an_interpreter_that_ignores_the_environment_is_refused(commands: Commands) -> None:
     ended = commands("-I", *RUN, "program.py")
     assert "expected a Python that reads PYTHONPATH" in ended.stderr
     assert ended.returncode == 2
@@ -213,7 +205,8 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedPr
     directory = tmp_path_factory.mktemp("training")
     (directory / "program.py").write_text(dedent(TRAINING))
     with ReservedPort() as port:
-        return run_python(directory, *RUN, "program.py", str(port.number), str(directory / "store"))
+        arguments = (str(port.number), str(directory / "store"))
+        return run_python(*RUN, "program.py", *arguments, cwd=directory)
 
 
 def test_a_process_that_uses_no_rpc_loads_nothing(

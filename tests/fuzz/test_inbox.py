@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import resource
@@ -17,6 +18,7 @@ import zmq
 import zrpc
 from tests.fuzz.mutation import INPUTS, corpus, inputs, mutated
 from tests.support.waiting import until
+from zrpc.agent.current import current_agent
 from zrpc.testing import Mesh
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.framing import header
@@ -36,22 +38,16 @@ HELLO = b"\x05HELLO\x01\x00" + bytes(192)
 
 
 def _silence() -> None:
-    import logging
-
     logging.disable(logging.CRITICAL)
 
 
 def _inbox() -> str:
-    from zrpc.agent.current import current_agent
-
     directory = current_agent().network.directory
     assert directory is not None
     return f"ipc://{directory.socket_path}"
 
 
 def _tcp_endpoint() -> str:
-    from zrpc.agent.current import current_agent
-
     return current_agent().network.tcp_endpoint
 
 
@@ -107,8 +103,6 @@ def harmless(data: bytes) -> bytes:
 
 
 def _send(seed: int, count: int, seeds: list[bytes]) -> None:
-    from zrpc.agent.current import current_agent
-
     network, source = current_agent().network, random.Random(seed)
     for data in inputs(seed, count, seeds):
         buffers = [source.randbytes(source.randint(0, 64)) for _ in range(source.randint(0, 3))]
@@ -143,8 +137,6 @@ def test_mutated_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> No
 
 
 def _identity() -> bytes:
-    from zrpc.agent.current import current_agent
-
     return current_agent().membership.records[0].identity
 
 

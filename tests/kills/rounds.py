@@ -6,14 +6,14 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import zrpc
 from tests.kills.plan import HEARTBEAT_SECONDS, Plan
 from tests.kills.worker import SLACK, members, work
-from tests.support.fault_rounds import Outcome
+from tests.support.fault_rounds import Outcome, agree
 from zrpc.bench.soak.resources import measure
 from zrpc.testing import Mesh, MeshSpec
 from zrpc.testing.startup import start_mesh, warm_up
@@ -109,7 +109,7 @@ class _Driver:
         """Waits until workers that count each other agree; who must be a member, is one."""
         plan = self._plan
         end = time.monotonic() + HEARTBEAT_SECONDS + SLACK
-        while not (agreed := _agree(found := self._all(members))) and time.monotonic() < end:
+        while not (agreed := agree(found := self._all(members))) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)  # there is no event for that
         certain = {rank for rank in plan.survivors if rank not in plan.suspects(rank)}
         if plan.fault == "stopped, long":
@@ -121,9 +121,3 @@ class _Driver:
         """Returns the function's result on each survivor."""
         futures = {rank: self._mesh.submit(rank, function, *args) for rank in self._plan.survivors}
         return {rank: future.result() for rank, future in futures.items()}
-
-
-def _agree(found: Mapping[int, list[int]]) -> bool:
-    return all(
-        found.get(other, members) == members for members in found.values() for other in members
-    )

@@ -18,19 +18,3 @@ def test_faults_of_a_worker(fault: str) -> None:
     outcome = run_round(plan)
     assert not outcome.wrong, f"{plan}:\n" + "\n".join(outcome.wrong)
     assert sum(outcome.counts.values())
-
-
-def test_each_fault_is_drawn_with_each_transport() -> None:
-    plans = [draw(SEED, number) for number in range(200)]
-    assert {plan.fault for plan in plans[: len(FAULTS)]} == set(FAULTS)
-    assert len({(plan.fault, plan.transport) for plan in plans}) == 3 * len(FAULTS)
-    assert draw(SEED, 7) == plans[7]
-
-
-def test_whose_loss_explains_an_error() -> None:
-    for plan in (draw(SEED, number) for number in range(100)):
-        lost = plan.fault in ("killed", "interrupted, leaves")
-        assert (plan.victim in plan.survivors) != lost
-        for rank in plan.survivors:
-            noticed = plan.fault not in ("stopped, short", "interrupted, stays")
-            assert (plan.victim in plan.suspects(rank)) == noticed

@@ -66,11 +66,7 @@ def work(plan: Plan, rank: int) -> Tally:
 
 def members() -> list[int]:
     """Returns the ranks of the members, as this worker sees it, once it has called each."""
-    for info in _infos():
+    for info in zrpc.get_worker_infos():
         with contextlib.suppress(zrpc.WorkerDied):
             zrpc.rpc_sync(info, targets.hop, ([], 0))
-    return sorted(info.id for info in _infos())
-
-
-def _infos() -> list[zrpc.WorkerInfo]:
-    return zrpc.api._get_current_rpc_agent().get_worker_infos()
+    return sorted(info.id for info in zrpc.get_worker_infos())

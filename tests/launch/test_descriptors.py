@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import DRIVER, Write
-from zrpc.launch.descriptors import readable
-from zrpc.runtime.resource_limits import allow_descriptors
+from tests.launch.conftest import Write
+from tests.support.programs import run_python
 
 CLOSINGS = ["<&-", ">&-", "2>&-", "<&- >&-", "<&- >&- 2>&-"]
 # Prints so many lines that a line end would be read as a signal if it could be.
@@ -68,15 +63,6 @@ def test_the_command_runs_with_closed_descriptors(
     assert len(output.splitlines()) == shown
 
 
-@pytest.mark.parametrize("closing", ["<&- >&-", "<&- >&- 2>&-"])
-def test_a_program_can_launch_with_closed_descriptors(
-    closing: str, write: Write, tmp_path: Path
-) -> None:
-    job = {"target": write(_WORKER), "argv": [str(tmp_path)], "nprocs": 2, "preload": ()}
-    assert run(closing, "-c", DRIVER, json.dumps(job))[0] == 0
-    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}
-
-
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_a_started_process_has_no_socket_of_its_starter_as_a_standard_stream(
@@ -100,18 +86,5 @@ move_descriptors([writing], [5])
 os.write(5, b"moved")
 assert os.read(reading, 9) == b"moved"
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
-
-
-def test_more_descriptors_than_select_takes_can_be_waited_for() -> None:
-    """As a launch of 500 workers has."""
-    assert allow_descriptors(2000) is None
-    with contextlib.ExitStack() as opened:
-        reading, writing = os.pipe()
-        high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1500)
-        for fd in (reading, writing, high):
-            opened.callback(os.close, fd)
-        assert readable(high, timeout=0) == set()
-        os.write(writing, b"x")
-        assert readable(high, reading, timeout=20) == {high, reading}

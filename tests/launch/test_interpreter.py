@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.launch.conftest import DRIVER, Launched, Write
+from tests.support.programs import run_python
 
 SHOW = """
 import _imp, json, sys
@@ -34,9 +34,8 @@ ALL = (
 
 
 def output_of(*arguments: str) -> Any:
-    done = subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run_python(*arguments)
+    assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -64,6 +64,11 @@ class Shell(TerminalProgram):
         command = [sys.executable, "driver.py", "reads.py", reads, str(count)]
         self.type(f"{before} {shlex.join(command)} {after}\n")
 
+    def begin(self, reads: str, count: int = 1) -> None:
+        """Launches in the foreground, and waits until worker 0 reads."""
+        self.launch(reads, count)
+        self.read_until("[0] reads True\r\n")
+
     def answer(self, text: str) -> None:
         """Types a line for worker 0, which shows it."""
         self.type(f"{text}\n")
@@ -88,8 +93,7 @@ def shell(tmp_path: Path, marked: Any) -> Iterator[Shell]:
 def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
     shell: Shell, way: str
 ) -> None:
-    shell.launch(WAYS[way], count=2)
-    shell.read_until("[0] reads True\r\n")
+    shell.begin(WAYS[way], count=2)
     for word in ("one", "two"):
         shell.answer(word)
     shell.exit()
@@ -115,8 +119,7 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
 
 
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
-    shell.launch(LINE, count=3)
-    shell.read_until("[0] reads True\r\n")
+    shell.begin(LINE, count=3)
     for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):
         shell.answer(word)
         if not command:
@@ -160,15 +163,13 @@ def test_a_late_signal_of_the_background_suspends_no_launch_in_the_foreground(
 ) -> None:
     """A thread may get it before the launch is continued there."""
     launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
-    shell.launch(f"os.kill({launcher}, {int(signal.SIGTTOU)}) or input()")
-    shell.read_until("[0] reads True\r\n")
+    shell.begin(f"os.kill({launcher}, {int(signal.SIGTTOU)}) or input()")
     shell.answer("for the worker")
     shell.exit()
 
 
 def test_ctrl_d_ends_the_input(shell: Shell) -> None:
-    shell.launch(TO_THE_END, count=2)
-    shell.read_until("[0] reads True\r\n")
+    shell.begin(TO_THE_END, count=2)
     shell.type("one\ntwo\n\x04")
     shell.read_until("[0] got 'one\\ntwo\\n'\r\n")
     shell.type("part\x04\x04")
@@ -178,8 +179,7 @@ def test_ctrl_d_ends_the_input(shell: Shell) -> None:
 
 @pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
 def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
-    shell.launch("len(getpass.getpass('Password:', sys.stdout))")
-    shell.read_until("[0] reads True\r\n")
+    shell.begin("len(getpass.getpass('Password:', sys.stdout))")
     until(lambda: not shell.echoes(), "the echo is off")
     if ends == "by itself":
         shell.type("zq!7#k\n")
@@ -192,8 +192,7 @@ def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
 
 
 def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
-    shell.launch("(tty.setcbreak(sys.stdin), sys.stdin.read(1))[1]")
-    shell.read_until("[0] reads True\r\n")
+    shell.begin("(tty.setcbreak(sys.stdin), sys.stdin.read(1))[1]")
     until(lambda: not shell.echoes(), "the terminal is in the mode for letters")
     shell.type("q")
     shell.read_until("[0] got 'q'\r\n")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from zrpc.launch.line_splitter import LineSplitter
+from zrpc.launch.line_splitter import LineSplitter, ThrottledSplitter
 
 
 def test_progress_bar_is_shown_once_a_second_and_at_its_end() -> None:
@@ -146,3 +148,36 @@ def test_a_control_sequence_with_thousands_of_digits_is_followed() -> None:
     splitter = LineSplitter()
     lines = splitter.feed(b"line\n\x1b[%sA\n" % (b"9" * 5000), now=0.0)
     assert (lines + splitter.finish())[0] == b"line"
+
+
+def test_lines_above_the_limit_are_counted_when_the_second_is_over() -> None:
+    splitter = ThrottledSplitter(max_lines=2, max_bytes=100)
+    assert splitter.feed(b"1\n2\n3\n", now=0.0) == [b"1", b"2"]
+    assert splitter.due == 1.0
+    assert splitter.feed(b"4\n", now=0.9) == []
+    assert splitter.tick(now=1.0) == [b"... 2 lines left out"]
+    assert splitter.due is None
+    assert splitter.feed(b"5\n", now=1.1) == [b"5"]
+    # A line that is longer than the limit passes alone; an unfinished one comes after the count.
+    splitter = ThrottledSplitter(max_lines=5, max_bytes=3)
+    assert splitter.feed(b"long line\nx\nError: the", now=0.0) == [b"long line"]
+    assert splitter.finish() == [b"... 1 line left out", b"Error: the"]
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.floats(0, 0.7))))
+def test_each_line_is_shown_or_counted_and_in_order(chunks: list[tuple[int, float]]) -> None:
+    splitter = ThrottledSplitter(max_lines=7, max_bytes=50)
+    shown, written, now = [], 0, 0.0
+    for count, pause in chunks:
+        now += pause
+        shown += splitter.feed(b"".join(b"%d\n" % (written + i) for i in range(count)), now)
+        written += count
+    shown += splitter.finish()
+    expected = 0
+    for line in shown:
+        if line.startswith(b"..."):
+            expected += int(line.split()[1])
+        else:
+            assert int(line) == expected
+            expected += 1
+    assert expected == written

@@ -14,21 +14,12 @@ def listen(address: str, port: int, *, reuse: bool) -> None:
         sock.listen()
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0"])
-def test_worker_0_can_listen_on_the_reserved_port(address: str) -> None:
+def test_only_worker_0_can_listen_on_the_reserved_port_until_it_is_closed() -> None:
     with ReservedPort() as port:
-        listen(address, port.number, reuse=True)
-
-
-def test_others_do_not_get_the_reserved_port() -> None:
-    with ReservedPort() as port:
+        for address in ("127.0.0.1", "0.0.0.0"):
+            listen(address, port.number, reuse=True)
         with pytest.raises(OSError, match="in use"):
             listen("127.0.0.1", port.number, reuse=False)
         with ReservedPort() as other:
             assert other.number != port.number
-
-
-def test_port_is_free_after_closing() -> None:
-    with ReservedPort() as port:
-        pass
     listen("127.0.0.1", port.number, reuse=False)

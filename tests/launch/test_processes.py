@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import zrpc
-from tests.support.warm import warm_commands
+from tests.support.programs import run_python
 from zrpc.launch.port import ReservedPort
-
-SECONDS = 180
 
 pytestmark = pytest.mark.system
 
@@ -65,14 +60,7 @@ exec(compile(cell, "<cell>", "exec"))
 
 
 def run(*command: str, **env: str) -> str:
-    outer = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    done = subprocess.run(
-        [warm_commands().python, *command],
-        env={**outer, **env},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+    done = run_python(*command, warm=True, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -127,9 +115,7 @@ def work(rank):
 def test_a_script_without_a_guard_is_told_in_a_sentence(tmp_path: Path, call: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(_NO_GUARD + call)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=SECONDS
-    )
+    done = run_python(str(script))
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]
@@ -139,9 +125,7 @@ def test_a_script_without_a_guard_is_told_in_a_sentence(tmp_path: Path, call: st
 
 def test_a_script_from_standard_input_runs() -> None:
     program = _NO_GUARD + "zrpc.spawn(work, nprocs=2)"
-    done = subprocess.run(
-        [sys.executable], input=program, capture_output=True, text=True, timeout=SECONDS
-    )
+    done = run_python(stdin=program)
     assert sorted(done.stdout.split()) == ["worker0", "worker1"], done.stderr
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 import subprocess
 import sys
 import zipfile
@@ -156,45 +157,34 @@ def test_script_behaves_as_under_python(write: Write, place: Path, marked: Any) 
             expected = under_python(["script.py", "a", "--b=1"], place, marked.env)
             for starter in forks, spawns:
                 assert under_starter(starter, task, place) == expected, name
+    write(SCRIPTS["streams"], "work/script.py")
+    env = {**marked.env, "PYTHONUNBUFFERED": "1"}
+    expected = under_python(["script.py"], place, env)
+    with Starter("fork", preload=(), env=env) as forks:
+        assert under_starter(forks, Task.script("script.py"), place) == expected
 
 
-def test_link_to_a_script_finds_modules_beside_the_script(
+def test_targets_of_other_kinds_behave_as_under_python(
     starter: Starter, write: Write, place: Path, marked: Any
 ) -> None:
-    write("import beside, sys; print(__file__, sys.path[0])", "work/script.py")
-    (place / "links").mkdir()
-    (place / "links" / "link.py").symlink_to("../script.py")
-    expected = under_python(["links/link.py"], place, marked.env)
-    assert expected[0] == 0
-    assert under_starter(starter, Task.script("links/link.py"), place) == expected
-
-
-def test_script_in_another_encoding(starter: Starter, place: Path) -> None:
-    (place / "script.py").write_bytes("# coding: latin-1\nprint('é')\n".encode("latin-1"))
-    assert under_starter(starter, Task.script("script.py"), place) == (0, "é\n", "")
-
-
-@pytest.mark.parametrize("target", ["app", "app.zip"])
-def test_directory_or_archive_with_a_main_module(
-    starter: Starter, write: Write, place: Path, marked: Any, target: str
-) -> None:
-    source = write(
-        "import sys; print(sys.argv, sys.path[0], __name__, __spec__.name); 1 / 0", "m.py"
-    )
-    (place / "app").mkdir()
-    (place / "app" / "__main__.py").write_text(Path(source).read_text())
+    """A link, a script in another encoding, a directory, an archive, and a compiled file."""
+    source = write("import beside, sys; print(sys.argv, sys.path[0], __name__); 1 / 0", "m.py")
+    write(Path(source).read_text(), "work/script.py")
+    write(Path(source).read_text(), "work/app/__main__.py")
+    write("", "work/app/beside.py")
+    (place / "link").mkdir()
+    (place / "link" / "link.py").symlink_to("../script.py")
+    (place / "latin.py").write_bytes("# coding: latin-1\nprint('é')\n".encode("latin-1"))
     with zipfile.ZipFile(place / "app.zip", "w") as archive:
         archive.write(source, "__main__.py")
-    expected = under_python([target, "x"], place, marked.env)
-    assert expected[0] == 1
-    assert under_starter(starter, Task.script(target, ["x"]), place) == expected
-
-
-def test_compiled_script(starter: Starter, write: Write, place: Path, marked: Any) -> None:
-    import py_compile
-
-    py_compile.compile(write("print(__name__)", "s.py"), str(place / "s.pyc"))
-    assert under_starter(starter, Task.script("s.pyc"), place) == (0, "__main__\n", "")
+        archive.write(place / "beside.py", "beside.py")
+    py_compile.compile(source, str(place / "compiled.pyc"))
+    for target in ("link/link.py", "latin.py", "app", "app.zip", "compiled.pyc"):
+        code, out, err = under_python([target, "x"], place, marked.env)
+        assert code == (target != "latin.py")
+        if target == "compiled.pyc":  # a traceback names the file that was compiled
+            err = err.replace("compiled.pyc", "m.py")
+        assert under_starter(starter, Task.script(target, ["x"]), place) == (code, out, err), target
 
 
 MODULE = """
@@ -230,11 +220,3 @@ def test_error_in_a_function_shows_no_frames_of_zrpc(starter: Starter, place: Pa
     assert err.startswith('Traceback (most recent call last):\n  File "')
     assert "zrpc" not in err
     assert "json.decoder.JSONDecodeError" in err
-
-
-def test_unbuffered_streams_are_as_under_python(write: Write, place: Path, marked: Any) -> None:
-    write(SCRIPTS["streams"], "work/script.py")
-    env = {**marked.env, "PYTHONUNBUFFERED": "1"}
-    expected = under_python(["script.py"], place, env)
-    with Starter("fork", preload=(), env=env) as starter:
-        assert under_starter(starter, Task.script("script.py"), place) == expected

@@ -12,13 +12,11 @@ import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.launch.conftest import Start, Write
-from tests.support.waiting import SOON
-from zrpc.launch import Exit, Job, LaunchError, Starter, Task, launch, launcher
+from zrpc.launch import LaunchError, Task
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
@@ -76,77 +74,59 @@ def test_a_worker_is_started_again_until_its_restarts_are_used_up(
     assert logs == {"rank0.err": "", **attempts}
 
 
-class OneProcessId(Starter):
-    """Gives all processes the same id, one after the other; each exits with 0 at once."""
-
-    def start(self) -> None:
-        self.unread = 0
-        self.reading, self.writing = socket.socketpair()
-        self.writing.send(b"an exit")
-
-    def spawn(self, task: Task, *, pass_fds: Sequence[int] = (), **streams: Any) -> int:
-        for fd in pass_fds:
-            os.write(fd, struct.pack("=q", 2))  # as the store's process, which reserves ranks
-        self.unread += 1
-        return 4711
-
-    def fileno(self) -> int:
-        return self.reading.fileno()
-
-    def exits(self, timeout: float = 0.0) -> list[Exit]:
-        count, self.unread = self.unread, 0
-        return [Exit(4711, 0)] * count
-
-    def make_directory(self) -> str:
-        raise NotImplementedError
-
-    def close(self, timeout: float = 10.0) -> None:
-        self.reading.close()
-        self.writing.close()
-
-
-def test_a_worker_with_the_process_id_of_the_store_that_has_exited(
-    write: Write, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As with --join, where that process only asks for ranks, and a worker starts much later."""
-    monkeypatch.setattr(launcher, "Starter", lambda *_, **__: OneProcessId())
-    env = {"ZRPC_SECRET_FILE": "/nowhere"}
-    job = Job(write(""), elastic=True, join="127.0.0.1:1", env=env, timeout=SOON, grace=0.1)
-    assert launch(job) == 0
-
-
 RESTARTED = """
-    import os, signal, sys, threading
-    import zrpc as rpc
+    import os, signal, threading
+    import zrpc
 
-    rank, count = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    rpc.init_rpc(f"worker{rank}")
+    @zrpc.actor(restart=True)
+    class Counter:
+        def __init__(self, start):
+            self.count = start
+
+        def add(self, number):
+            self.count += number
+            return self.count, zrpc.get_worker_info().incarnation
+
+    def hold(counter):
+        global held
+        held = counter
+
+    def add_to_held():
+        assert back.wait(30)  # each worker hears of it by itself
+        return held.rpc_sync().add(1)
+
     back = threading.Event()
-    rpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
-    if rank == 1:
+    zrpc.init_rpc()
+    zrpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
+    if zrpc.get_worker_info().rank == 1:
+        counter = zrpc.remote("worker0", Counter, (10,), name="steps")
+        zrpc.rpc_sync("worker2", hold, (counter,))
+        print("at first", counter.rpc_sync().add(1))
         try:
-            rpc.rpc_sync("worker0", os.kill, (rpc.rpc_sync("worker0", os.getpid), signal.SIGKILL))
-        except rpc.WorkerDied as error:
-            print("died:", error)
-        assert back.wait(20)
-        print("incarnation", rpc.rpc_sync("worker0", lambda: rpc.get_worker_info().incarnation))
-    if rank == 0:
-        print("count", count)
-    rpc.shutdown()
+            zrpc.rpc_sync("worker0", os.kill, (zrpc.rpc_sync("worker0", os.getpid), signal.SIGKILL))
+        except zrpc.WorkerDied as error:
+            print("died:", str(error)[:31])
+        assert back.wait(30)
+        print("held", zrpc.rpc_sync("worker2", add_to_held))
+        named = zrpc.rpc_sync("worker2", zrpc.get_actor, ("steps", 30))
+        print("named", named.rpc_sync().add(1))
+        print("maker's", counter.rpc_sync().add(1))
+        counter.stop()
+    zrpc.shutdown()
     """
 
 
-def test_the_others_call_a_worker_that_was_killed_and_started_again(
+def test_the_others_call_a_worker_that_was_killed_and_started_again_and_so_is_its_actor(
     start: Start, write: Write
 ) -> None:
     """It is rank 0, which would otherwise host the store."""
     launched = start(write(RESTARTED), nprocs=3, max_restarts=1, preload=PRELOAD)
     code, out, err = launched.finish()
-    assert code == 0, err
+    lines = ["at first (11, 0)", "died: worker worker0 (rank 0) is gone"]
+    lines += ["held (11, 1)", "named (12, 1)", "maker's (13, 1)"]
+    assert out.splitlines() == [f"[1] {line}" for line in lines], err
+    assert code == 0
     assert "rank 0 failed (SIGKILL" in err
-    assert re.search(r"\[1\] died: worker worker0 \(rank 0\) is gone", out)
-    assert "[0] count 1" in out
-    assert "[1] incarnation 1\n" in out
 
 
 ELASTIC = """
@@ -239,7 +219,7 @@ class StoreStarter:
         with open(self.report, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
             file.write(self.answer)
 
-    def reserve(self, hosts: bool = True) -> tuple[int, int] | None:
+    def reserve(self, hosts: bool = True) -> int | None:
         with SignalInbox(STOPS | FORWARDED) as inbox:
             try:
                 return reserve_ranks(self, {}, StoreAddress("h", 9), 1, hosts, inbox)  # type: ignore[arg-type]
@@ -248,9 +228,9 @@ class StoreStarter:
                 self.thread.join()
 
 
-@pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, (1, 4)), (signal.SIGTERM, None)])
+@pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
 def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
-    number: signal.Signals, found: tuple[int, int] | None
+    number: signal.Signals, found: int | None
 ) -> None:
     assert StoreStarter(struct.pack("=q", 4), number).reserve() == found
 
@@ -265,51 +245,3 @@ def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
 def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
     with pytest.raises(LaunchError, match=text):
         StoreStarter(b"").reserve(hosts)
-
-
-ACTORS = """
-    import os, signal, threading
-    import zrpc
-
-    @zrpc.actor(restart=True)
-    class Counter:
-        def __init__(self, start):
-            self.count = start
-
-        def add(self, number):
-            self.count += number
-            return self.count, zrpc.get_worker_info().incarnation
-
-    def hold(counter):
-        global held
-        held = counter
-
-    def add_to_held():
-        assert back.wait(30)  # each worker hears of it by itself
-        return held.rpc_sync().add(1)
-
-    back = threading.Event()
-    zrpc.init_rpc()
-    zrpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
-    if zrpc.get_worker_info().rank == 0:
-        counter = zrpc.remote("worker1", Counter, (10,), name="steps")
-        zrpc.rpc_sync("worker2", hold, (counter,))
-        print("at first", counter.rpc_sync().add(1), flush=True)
-        os.kill(zrpc.rpc_sync("worker1", os.getpid), signal.SIGKILL)
-        assert back.wait(30)
-        print("held", zrpc.rpc_sync("worker2", add_to_held), flush=True)
-        named = zrpc.rpc_sync("worker2", zrpc.get_actor, ("steps", 30))
-        print("named", named.rpc_sync().add(1), flush=True)
-        print("maker's", counter.rpc_sync().add(1), flush=True)
-        counter.stop()
-    zrpc.shutdown()
-    """
-
-
-def test_an_actor_is_made_again_when_its_worker_was_killed(start: Start, write: Write) -> None:
-    script = write(ACTORS)
-    code, out, err = start(script, nprocs=3, max_restarts=1, preload=PRELOAD).finish()
-    lines = ["at first (11, 0)", "held (11, 1)", "named (12, 1)", "maker's (13, 1)"]
-    assert out.splitlines() == [f"[0] {line}" for line in lines], err
-    assert code == 0
-    assert "rank 1 failed (SIGKILL" in err

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 from tests.launch.conftest import Launched, Start, Write
 from tests.support.waiting import until
 from zrpc.launch import Task
-from zrpc.launch.signal_state import SignalState
 from zrpc.launch.signals import SignalInbox
 from zrpc.launch.starter import Starter
 from zrpc.testing.procfs import children, state_of
@@ -70,43 +69,19 @@ def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(waiting: St
     assert launched.stop()[0] == 143
 
 
-@pytest.fixture
-def ignored_children() -> Iterator[None]:
-    """Makes this process ignore SIGCHLD, so that its children leave no exit code."""
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    yield
-    assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN
-
-
 @pytest.mark.system
 def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
-    ignored_children: None, marked: Any
+    marked: Any,
 ) -> None:
+    """Ignored, they would leave no exit codes."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Starter(preload=[], env=marked.env) as server:
         pid = server.spawn(Task.function("signal:getsignal", signal.SIGCHLD))
         assert server.wait(pid, 30) == signal.SIG_IGN
         pid = server.spawn(Task.function("time:sleep", 1000))
         assert server.send_signal(pid, signal.SIGKILL)
         assert server.wait(pid, 30) == -signal.SIGKILL
-
-
-def test_the_state_of_a_process_is_read_and_restored() -> None:
-    before = SignalState.current()
-    try:
-        SignalState((signal.SIGUSR2,), (signal.SIGUSR1,)).restore()
-        found = SignalState.current()
-        assert signal.SIGUSR2 in found.ignored
-        assert found.blocked == (signal.SIGUSR1,)
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        with SignalState.current().set_aside():
-            assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
-            assert SignalState.current().blocked == ()
-        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN
-        assert SignalState.current().blocked == (signal.SIGUSR1,)
-    finally:
-        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        before.restore()
+    assert signal.signal(signal.SIGCHLD, before) == signal.SIG_IGN
 
 
 def test_a_signal_interrupts_once_and_stays_in_the_inbox() -> None:
@@ -208,19 +183,6 @@ def test_only_an_interrupt_is_forwarded_to_the_children_of_workers_too(waiting: 
     assert (code, err.count("KeyboardInterrupt")) == (130, 4)  # of the children, too
 
 
-def test_sigalrm_stops_the_launch_as_sigterm_does(waiting: Start) -> None:
-    before = "signal.signal(signal.SIGALRM, show)\n    signal.signal(signal.SIGTERM, show)"
-    code, out, _ = waiting(before, grace=0.5).stop(signal.SIGALRM)
-    assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
-
-
-def family(launched: Any) -> list[int]:
-    """Returns the workers and their children."""
-    (server,) = children(launched.process.pid)
-    workers = children(server)
-    return [*workers, *(pid for worker in workers for pid in children(worker))]
-
-
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU])
 def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     waiting: Start, number: signal.Signals
@@ -234,7 +196,9 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     launched = waiting(before, nprocs=2, **options)
     for rank in range(2):
         launched.read_until(f"[{rank}] child is ready\n")
-    processes = family(launched)
+    (server,) = children(launched.process.pid)
+    workers = children(server)
+    processes = [*workers, *(pid for worker in workers for pid in children(worker))]
     assert len(processes) == 4
     for _ in range(2):
         launched.process.send_signal(number)

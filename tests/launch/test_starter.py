@@ -6,7 +6,6 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,11 +19,6 @@ def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter)
     second = starter.spawn(Task.function("builtins:int.bit_length", 7))
     # The exit of the first is kept meanwhile.
     assert [starter.wait(pid, DEADLINE) for pid in (second, first)] == [3, 5]
-
-
-def test_function_must_be_given_with_its_module() -> None:
-    with pytest.raises(ValueError, match="module:qualname"):
-        Task.function("print")
 
 
 def test_task_environment_replaces_the_servers(
@@ -97,7 +91,7 @@ def test_wait_has_a_timeout_and_signals_reach_only_a_running_process(starter: St
         starter.wait(pid, 0.01)
 
 
-def test_closing_kills_processes_and_what_they_started(
+def test_closing_kills_processes_and_what_they_started_and_ends_the_use(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     """The fixture `marked` fails if a process is left."""
@@ -118,29 +112,13 @@ def test_closing_kills_processes_and_what_they_started(
     text = b""
     while len(text) < 4 * len("started"):
         text += os.read(reading, 100)
-    starter.close()
+    for _ in range(2):
+        starter.close()
     assert os.read(reading, 1) == b""  # no process has the other end open
     os.close(reading)
-
-
-def test_starter_can_be_closed_twice_but_not_used_afterwards(starter: Starter) -> None:
-    starter.close()
-    starter.close()
-    with pytest.raises(LaunchError, match="with statement"):
-        starter.spawn(Task.script("x.py"))
-    with pytest.raises(LaunchError, match="with statement"):
-        starter.exits()
-
-
-@pytest.mark.system
-def test_this_process_keeps_its_descriptors(marked: Any) -> None:
-    before = sorted(os.listdir("/proc/self/fd"))
-    for method in ("fork", "spawn"):
-        with Starter(method, preload=(), env=marked.env) as starter:
-            running = sorted(os.listdir("/proc/self/fd"))
-            starter.wait(starter.spawn(Task.function("builtins:int", 0)), DEADLINE)
-            assert sorted(os.listdir("/proc/self/fd")) == running
-    assert sorted(os.listdir("/proc/self/fd")) == before
+    for use in (lambda: starter.spawn(Task.script("x.py")), starter.exits):
+        with pytest.raises(LaunchError, match="with statement"):
+            use()
 
 
 def test_start_method_comes_from_the_argument_then_the_environment(

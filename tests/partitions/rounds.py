@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path as FilePath
+from typing import Any
 
 from tests.partitions.network import Path, Switch, address_of, connected
 from tests.partitions.plan import HEARTBEAT_SECONDS, Plan
 from tests.partitions.worker import EXIT_SECONDS, SLACK
-from tests.support.fault_rounds import Outcome
-from tests.transport.two_hosts import ENTER
+from tests.support.fault_rounds import Outcome, agree
 from zrpc.launch.task import Task
 from zrpc.membership.secret import new_secret
+from zrpc.testing.served import send_request, start_serving
 from zrpc.testing.server import warm_server
 from zrpc.testing.startup import warm_up
 
 __all__ = ["Hosts", "hosts", "run_round"]
 
-_ROOT = FilePath(__file__).parents[2]
-_PROGRAM = f"""
-sys.path.insert(0, {str(_ROOT)!r})
-from tests.partitions.worker import main
-main()
-"""
 _PORT = 29_400
 # How long the workers go on after the fault, so that all that it has broken can show.
 _AFTER_SECONDS = 1.0
@@ -82,33 +78,27 @@ class _Driver:
         self._directory = directory
         self._outcome = outcome
         self._pids: dict[int, int] = {}
+        self._connections: dict[int, Connection] = {}  # of the workers that live
+        self._asked: dict[int, str] = {}  # the step that each of these takes
         self._secret = new_secret()
-        self._living: set[int] = set()
 
     def run(self) -> None:
         plan = self._plan
-        (self._directory / "worker.py").write_text(ENTER + _PROGRAM)
         for rank in plan.founders:
             self._start(rank)
-        self._await("init")
-        if plan.moment == "init":
-            self._do_fault()
-        self._await("ready")
-        self._say("all ready")
-        self._await("works", but_failed=True)
+        self._take("get_ready")
+        self._take("join")
+        self._take("work")
         if plan.moment == "work":
             self._do_fault()
-        self._await("ready", but_failed=True)
+            self._answers()  # of newcomers
         time.sleep(_AFTER_SECONDS)
-        self._say("over")
-        self._await("idle", but_failed=True)
+        self._take("stop")
+        self._take("go_on")
         if plan.moment == "work":
             self._compare_members()
-        self._say("all idle")
-        self._await("leaves", but_failed=True)
-        if plan.moment == "shutdown":
-            self._do_fault()
-        self._await("report")
+        self._take("look_for_leftovers")
+        self._take("leave")
         self._collect()
 
     def _start(self, rank: int) -> None:
@@ -117,9 +107,6 @@ class _Driver:
         runtime.mkdir(exist_ok=True)
         env = {
             **{k: v for k, v in os.environ.items() if not k.startswith("ZRPC_")},
-            "PLAN": json.dumps(asdict(plan)),
-            "ROUND": str(self._directory),
-            "NAMESPACE": self._where.names[host],
             "RANK": str(rank),
             "MASTER_ADDR": address_of(0),
             "MASTER_PORT": str(_PORT),
@@ -128,13 +115,47 @@ class _Driver:
         }
         if not plan.newcomers:
             env["WORLD_SIZE"] = str(len(plan.hosts))
-        with (self._directory / f"output.{rank}").open("ab") as output:
-            task = Task.script(str(self._directory / "worker.py")).within(
-                cwd=str(self._directory), env=env, line_buffered=True
+
+        path = [os.path.abspath(entry) for entry in sys.path]
+
+        def task(fd: int) -> Task:
+            main, namespace = "tests.partitions.worker:main", self._where.names[host]
+            return Task.function(main, fd, namespace, plan, rank).within(
+                cwd=str(self._directory), env=env, sys_path=path, line_buffered=True
             )
+
+        with (self._directory / f"output.{rank}").open("ab") as output:
             fd = output.fileno()
-            self._pids[rank] = warm_server().spawn(task, stdout=fd, stderr=fd)
-        self._living.add(rank)
+            started = start_serving(warm_server(), task, fd, fd)
+        self._pids[rank], self._connections[rank] = started
+
+    def _ask(self, step: str, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._asked[rank] = step
+            send_request(self._connections[rank], step)
+
+    def _answers(self) -> dict[int, Any]:
+        """Waits until all steps are taken; returns what they have returned, by rank."""
+        end = time.monotonic() + _STEP_SECONDS
+        found = {}
+        for rank, step in self._asked.items():
+            connection = self._connections[rank]
+            try:
+                if not connection.poll(max(0.0, end - time.monotonic())):
+                    raise TimeoutError
+                found[rank] = pickle.loads(connection.recv_bytes())
+            except (EOFError, OSError):  # or the process is dead
+                text = f"w{rank} has not done {step!r}:\n{self._output(rank)}"
+                raise TimeoutError(text) from None
+        self._asked.clear()
+        return found
+
+    def _take(self, step: str) -> dict[int, Any]:
+        """Has all that live take a step, in which the fault may come."""
+        self._ask(step, self._connections)
+        if {"join": "init", "leave": "shutdown"}.get(step) == self._plan.moment:
+            self._do_fault()
+        return self._answers()
 
     def _do_fault(self) -> None:
         """Begins the fault, and ends it, unless it lasts; newcomers join during it and after it."""
@@ -150,9 +171,11 @@ class _Driver:
             self._cut()
         for rank in plan.dead:
             self._signal(rank, signal.SIGKILL)
-            self._living.discard(rank)
+            self._connections.pop(rank).close()
+            self._asked.pop(rank, None)
         for rank in newcomers[:1]:
             self._start(rank)
+            self._ask("join", [rank])
         for cut, whole in plan.flaps:
             self._cut()
             time.sleep(cut)
@@ -165,6 +188,7 @@ class _Driver:
                 self._signal(plan.victim, signal.SIGCONT)
         for rank in newcomers[1:]:
             self._start(rank)
+            self._ask("join", [rank])
 
     def _cut(self) -> None:
         victim, switch = self._plan.victim, self._where.switch
@@ -175,38 +199,20 @@ class _Driver:
     def _signal(self, rank: int, number: int) -> None:
         warm_server().send_signal(self._pids[rank], number)
 
-    def _await(self, what: str, but_failed: bool = False) -> None:
-        """Waits until all living workers are that far, or, `but_failed`, have reported."""
-        end = time.monotonic() + _STEP_SECONDS
-        for rank in self._living:
-            names = [what, "report"] if but_failed else [what]
-            while not any((self._directory / f"{name}.{rank}").exists() for name in names):
-                if time.monotonic() > end or not FilePath(f"/proc/{self._pids[rank]}/ns").exists():
-                    raise TimeoutError(f"w{rank} was never at {what!r}:\n{self._output(rank)}")
-                time.sleep(_POLL_SECONDS)
-
-    def _say(self, what: str) -> None:
-        (self._directory / what).touch()
-
     def _compare_members(self) -> None:
         """Waits until any two workers that count each other agree about the others, too."""
         end = time.monotonic() + 2 * HEARTBEAT_SECONDS + SLACK
-        while not _agree(counted := self._counted()):
+        while not agree(counted := {r: m for r, m in self._take("members").items() if m}):
             if time.monotonic() > end:
                 self._outcome.wrong.append(f"workers disagree who the members are: {counted}")
                 return
-            time.sleep(_POLL_SECONDS)  # other processes write the files
-
-    def _counted(self) -> dict[int, list[int]]:
-        """Returns whom each worker counts as a member."""
-        files = {rank: self._directory / f"idle.{rank}" for rank in self._living}
-        return {rank: json.loads(file.read_text()) for rank, file in files.items() if file.exists()}
+            time.sleep(_POLL_SECONDS)  # there is no event for that
 
     def _collect(self) -> None:
-        for rank in self._living:
-            wrong, counts = json.loads((self._directory / f"report.{rank}").read_text())
+        for rank, (wrong, counts) in self._take("report").items():
             self._outcome.wrong += [f"w{rank}: {text}" for text in wrong]
-            self._outcome.counts += Counter(counts)
+            self._outcome.counts += counts
+            send_request(self._connections[rank], "exit")
             code = self._exit_code(rank)
             if code:
                 self._outcome.wrong.append(f"w{rank} exited with {code}:\n{self._output(rank)}")
@@ -230,12 +236,8 @@ class _Driver:
         return (self._directory / f"output.{rank}").read_text(errors="replace")[-4000:]
 
     def end(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
         for rank, pid in self._pids.items():
             self._signal(rank, signal.SIGKILL)
             warm_server().wait(pid, SLACK)
-
-
-def _agree(counted: Mapping[int, list[int]]) -> bool:
-    return all(
-        counted.get(other, members) == members for members in counted.values() for other in members
-    )

@@ -1,29 +1,28 @@
 """One worker of a round, in a process on its host.
 
-It and the driver of the round tell each other by files how far they are. At the end it reports
-what was wrong.
+The driver of the round has it take one step after another. At the end it reports what was wrong.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import json
-import os
+import pickle
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from pathlib import Path
+from collections import Counter
 
 import torch.distributed as dist
 
 import zrpc
 from tests.partitions.plan import HEARTBEAT_SECONDS, Plan
 from tests.support.fault_client import FaultClient
+from zrpc.bench.namespaces import enter
 from zrpc.bench.soak import targets
 from zrpc.bench.soak.resources import measure, outstanding_work
 from zrpc.errors import RpcError
 from zrpc.testing.leaks import Resources
+from zrpc.testing.served import serve
 
 __all__ = ["EXIT_SECONDS", "SLACK", "main"]
 
@@ -34,36 +33,42 @@ _INIT_SECONDS = 10.0
 SLACK = 20.0
 _CLIENTS = 2
 _RPC_SECONDS = 60.0
-_POLL_SECONDS = 0.01
 
 
 class Worker:
-    """Does what a plan says, and collects what is wrong."""
+    """Does what a plan says, and collects what is wrong. Its public methods are the steps."""
 
-    def __init__(self, plan: Plan, rank: int, directory: Path) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         self._plan = plan
         self._rank = rank
         self._name = plan.names[rank]
-        self._directory = directory
         self._wrong: list[str] = []
-        self._counts: dict[str, int] = {}
-        self._dies = rank in plan.dead
-
-    def run(self) -> None:
-        """Runs all of the round; writes the report."""
+        self._counts: Counter[str] = Counter()
+        self._clients: list[FaultClient] = []
+        self._is_out = self._failed = False  # it could not join; a step has raised an error
         # A pipe that libuv keeps from the first store on.
         dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        before = Resources.now()
-        try:
-            if self._join():
-                self._work()
-                self._go_on()
-                self._leave()
-        except Exception:
-            self._wrong.append(traceback.format_exc())
-        else:
-            self._wrong += [f"left behind: {line}" for line in self._left_behind(before)]
-        self._tell("report", json.dumps([self._wrong, self._counts]))
+        self._before = Resources.now()
+
+    def do(self, step: str) -> bytes:
+        """Takes a step, unless it is no longer in the mesh; returns what that returns, pickled."""
+        found = None
+        if step == "report" or not (self._is_out or self._failed):
+            try:
+                found = getattr(self, step)()
+            except Exception:
+                self._wrong.append(traceback.format_exc())
+                self._failed = True
+        return pickle.dumps(found)
+
+    def get_ready(self) -> None:
+        """Does nothing: the process has begun."""
+
+    def report(self) -> tuple[list[str], Counter[str]]:
+        """Returns what was wrong, and how often each action was performed."""
+        if not self._failed:
+            self._wrong += [f"left behind: {line}" for line in self._left_behind(self._before)]
+        return self._wrong, self._counts
 
     def _left_behind(self, before: Resources) -> list[str]:
         left = before.left_behind(within=10)
@@ -78,13 +83,13 @@ class Worker:
             left = [line for line in left if line not in expected]
         return left
 
-    def _join(self) -> bool:
+    def join(self) -> None:
+        """Joins the mesh, unless the fault prevents that. A newcomer begins to work."""
         options = zrpc.ZmqRpcBackendOptions(
             init_timeout=_INIT_SECONDS,
             rpc_timeout=_RPC_SECONDS,
             heartbeat_timeout=HEARTBEAT_SECONDS,
         )
-        self._tell("init")
         newcomer = self._rank not in self._plan.founders
         disturbed = self._plan.moment == "init" and self._plan.may_be_noticed
         with _Limit(self._wrong, "init_rpc", _INIT_SECONDS + SLACK + self._time_stopped()):
@@ -95,14 +100,13 @@ class Worker:
                 if not disturbed or isinstance(error, zrpc.AuthenticationError):
                     raise
                 self._counts["init_rpc failed"] = 1
-                self._tell("ready")
-                return False
-        self._tell("ready")
-        return True
+                self._is_out = True
+                return
+        if newcomer:
+            self.work()
 
-    def _work(self) -> None:
-        """Works until the driver says that the fault is over."""
-        self._await("all ready")
+    def work(self) -> None:
+        """Begins to work, until `stop`."""
         plan = self._plan
         suspects = {
             name
@@ -111,9 +115,9 @@ class Worker:
             or any(plan.apart(rank, other) for other in range(len(plan.names)))
         }
         # A newcomer never meets those that are gone.
-        known = plan.founders if self._rank in plan.founders else self._members()
+        known = plan.founders if self._rank in plan.founders else self.members()
         names = [plan.names[rank] for rank in known]
-        clients = [
+        self._clients = [
             FaultClient(
                 f"{plan.number}.{self._rank}.{number}",
                 self._name,
@@ -124,29 +128,27 @@ class Worker:
             )
             for number in range(_CLIENTS if len(names) > 1 else 0)
         ]
-        for client in clients:
+        for client in self._clients:
             client.start()
-        self._tell("works")
-        if self._plan.moment != "shutdown":
-            self._await("over")
-        for client in clients:
+
+    def stop(self) -> None:
+        """Ends the work."""
+        for client in self._clients:
             client.until = 0
-        for client in clients:
+        for client in self._clients:
             client.join(_RPC_SECONDS + SLACK)
             if client.is_alive():
                 self._wrong.append(f"stuck: {outstanding_work()}\n{_stacks()}")
                 raise TimeoutError("a client does not stop")
             self._wrong += client.tally.violations
-            for name, count in (client.tally.done + client.tally.cut_off).items():
-                self._counts[name] = self._counts.get(name, 0) + count
-            cut_off = sum(client.tally.cut_off.values())
-            self._counts["cut off"] = self._counts.get("cut off", 0) + cut_off
+            self._counts += client.tally.done + client.tally.cut_off
+            self._counts["cut off"] += client.tally.cut_off.total()
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Workers that the fault did not separate still call each other, and agree who they are."""
         plan = self._plan
         for rank, name in enumerate(plan.names):
-            if rank == self._rank or (plan.newcomers and rank not in self._members()):
+            if rank == self._rank or (plan.newcomers and rank not in self.members()):
                 continue
             out = self._plan.may_be_out(self._rank) or self._plan.may_be_out(rank)
             apart = out or self._plan.apart(self._rank, rank)
@@ -164,19 +166,17 @@ class Worker:
                         self._wrong.append(f"{name} was cut off, and is back")
                     if found != rank:
                         self._wrong.append(f"{name}: expected {rank}, found {found}")
-        self._await("all idle", self._tell_members)
-        # On each: what one keeps for its clients, for example RRefs, is nothing left of the others.
+
+    def look_for_leftovers(self) -> None:
+        """Notes what is left of the work, of this worker's and that which it does for others."""
         self._wrong += measure().leftovers
 
-    def _members(self) -> list[int]:
-        infos = zrpc.api._get_current_rpc_agent().get_worker_infos()
-        return sorted(info.id for info in infos)
+    def members(self) -> list[int]:
+        """Returns the ranks of the members, as this worker sees it."""
+        return sorted(info.id for info in zrpc.get_worker_infos())
 
-    def _tell_members(self) -> None:
-        self._tell("idle", json.dumps(self._members()))
-
-    def _leave(self) -> None:
-        self._tell("leaves")
+    def leave(self) -> None:
+        """Leaves the mesh, together with the others."""
         limit = 3 * HEARTBEAT_SECONDS + SLACK + self._time_stopped()
         if self._plan.moment == "shutdown" and self._plan.seconds:
             limit += self._plan.seconds
@@ -187,20 +187,6 @@ class Worker:
         plan = self._plan
         stopped = plan.fault.startswith("stopped") and plan.victim == self._rank
         return plan.seconds or 0.0 if stopped else 0.0
-
-    def _tell(self, what: str, text: str = "") -> None:
-        name = f"{what}.{self._rank}"
-        new = self._directory / f"{name}.new"
-        new.write_text(text)
-        new.rename(self._directory / name)
-
-    def _await(self, what: str, meanwhile: Callable[[], object] = lambda: None) -> None:
-        end = time.monotonic() + 300
-        while not (self._directory / what).exists():
-            meanwhile()
-            if time.monotonic() > end:
-                raise TimeoutError(f"the driver did not say {what!r}")
-            time.sleep(_POLL_SECONDS)  # another process writes the file
 
 
 class _Limit:
@@ -223,10 +209,8 @@ def _stacks() -> str:
     return "\n\n".join("".join(traceback.format_stack(frame)) for frame in frames)
 
 
-def main() -> None:
-    """Runs the worker that the environment describes."""
-    data = json.loads(os.environ["PLAN"])
-    hosts, flaps = tuple(data["hosts"]), tuple(map(tuple, data["flaps"]))
-    plan = Plan(**{**data, "hosts": hosts, "flaps": flaps})
-    Worker(plan, int(os.environ["RANK"]), Path(os.environ["ROUND"])).run()
+def main(fd: int, namespace: str, plan: Plan, rank: int) -> None:
+    """Runs the worker of a rank on the host of a namespace, and serves the driver's requests."""
+    enter(namespace)
+    serve(fd, Worker(plan, rank).do)
     faulthandler.dump_traceback_later(EXIT_SECONDS - 10)

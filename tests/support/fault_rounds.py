@@ -7,11 +7,11 @@ import secrets
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-__all__ = ["Outcome", "parser", "run_rounds"]
+__all__ = ["Outcome", "agree", "parser", "run_rounds"]
 
 
 @dataclass
@@ -21,6 +21,11 @@ class Outcome:
     plan: Any
     wrong: list[str] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+
+
+def agree(found: Mapping[int, list[int]]) -> bool:
+    """Returns whether workers that count each other have the same members, given those of each."""
+    return all(found.get(other, each) == each for each in found.values() for other in each)
 
 
 class Draw(Protocol):

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
-from tests.support.programs import SCRIPT_DEADLINE
-from tests.support.warm import warm_commands
+from tests.support.programs import run_python
 
 
 def passes_in_its_own_process(cases: Path) -> None:
     """Runs the tests of a file whose name pytest does not look for, and fails with their output."""
     options = ["-q", "-n", "0", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [warm_commands().python, "-m", "pytest", *options, str(cases)],
-        capture_output=True,
-        text=True,
-        timeout=SCRIPT_DEADLINE,
-    )
+    done = run_python("-m", "pytest", *options, str(cases), warm=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

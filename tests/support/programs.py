@@ -14,11 +14,33 @@ from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
 
+from tests.support.warm import warm_commands
 from zrpc.launch.task import Task
 from zrpc.testing.leaks import files_in
 from zrpc.testing.server import warm_server
 
-SCRIPT_DEADLINE = 180.0  # two fresh processes need more than 60 s on a machine with load 60
+# Two fresh processes need more than 60 s on a machine with load 60; some import large libraries.
+SCRIPT_DEADLINE = 240.0
+
+
+# What a launcher, if one has started pytest, would tell the programs.
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
+
+
+def run_python(
+    *arguments: str, cwd: Path | None = None, stdin: str = "", warm: bool = False, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a Python command; ``warm`` forks it from a process that has imported torch."""
+    inherited = {key: value for key, value in os.environ.items() if key not in _LAUNCHED}
+    return subprocess.run(
+        [warm_commands().python if warm else sys.executable, *arguments],
+        cwd=cwd,
+        env={**inherited, **env},
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=SCRIPT_DEADLINE,
+    )
 
 
 class Forked:

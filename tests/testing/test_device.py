@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from zrpc.testing import FakeDevice, Mesh, Operation, fake_device
+from zrpc.testing import FakeDevice, Mesh, fake_device
 
 
 @pytest.fixture
@@ -21,14 +22,17 @@ def device() -> FakeDevice:
     return fake_device()
 
 
-def names(operations: list[Operation]) -> list[str]:
-    return [each.name for each in operations]
-
-
 def test_there_is_one_in_a_process(device: FakeDevice) -> None:
     assert fake_device() is device
     assert torch.get_device_module("fake").device_count() == 2
     assert torch.accelerator.current_accelerator() == torch.device("fake")
+    with device.record() as operations:
+        (torch.ones(3).to("fake:1") + 1).cpu()
+        torch.get_device_module("fake").synchronize(1)
+    torch.ones(1, device="fake")  # is not recorded any more
+    made = [("allocate", 12), ("from_cpu", 12), ("allocate", 12), ("aten::add.out", 0)]
+    expected = [*made, ("to_cpu", 12), ("synchronize", 0)]
+    assert [(each.name, each.nbytes) for each in operations] == expected
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -39,6 +43,10 @@ def test_a_tensor_is_the_same_there_and_back(index: int) -> None:
     assert type(there) is torch.Tensor
     assert there.device == torch.device("fake", index)
     assert torch.equal(there.cpu(), tensor)
+    with pytest.raises(RuntimeError, match="same device"):
+        there + torch.ones(2, 3, device=f"fake:{1 - index}")
+    with pytest.raises(RuntimeError, match="expected fake:0 to fake:1, found fake:2"):
+        there.to("fake:2")
 
 
 @pytest.mark.usefixtures("device")
@@ -50,12 +58,6 @@ def test_views_share_memory_with_their_base() -> None:
     view.add_(1)
     assert base.tolist() == [[0, 1, 1], [0, 1, 1]]
     assert base.to(torch.complex64).mul(1j).conj().cpu().imag.tolist() == [[0, -1, -1]] * 2
-
-
-@pytest.mark.usefixtures("device")
-def test_two_devices_do_not_mix() -> None:
-    with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(2, device="fake:0") + torch.ones(2, device="fake:1")
 
 
 # torch makes the threads of backward passes before the first one of a process. So those on the
@@ -101,15 +103,9 @@ def use_checkpoints_and_autocast() -> None:
 
 @pytest.mark.zrpc(workers=1, processes=True)
 @pytest.mark.usefixtures("device")
-class TestBackward:
-    def test_a_model_learns_there_as_on_the_cpu(self, mesh: Mesh) -> None:
-        mesh.run(0, learn)
-
-    def test_convolutions_have_the_cpus_gradients(self, mesh: Mesh) -> None:
-        mesh.run(0, convolve)
-
-    def test_checkpoints_and_autocast_work_there_and_beside_it(self, mesh: Mesh) -> None:
-        mesh.run(0, use_checkpoints_and_autocast)
+@pytest.mark.parametrize("passes", [learn, convolve, use_checkpoints_and_autocast])
+def test_backward_passes_have_the_cpus_gradients(mesh: Mesh, passes: Callable[[], None]) -> None:
+    mesh.run(0, passes)
 
 
 @pytest.mark.usefixtures("device")
@@ -138,40 +134,6 @@ def test_a_sparse_tensor_can_be_on_the_first_device() -> None:
     assert torch.equal(sparse.cpu().to_dense(), torch.eye(2))
 
 
-def test_operators_are_recorded_with_their_threads_and_bytes(device: FakeDevice) -> None:
-    with device.record() as operations:
-        tensor = torch.ones(3).to("fake:1")
-        thread = threading.Thread(target=lambda: (tensor + 1).cpu())
-        thread.start()
-        thread.join()
-    assert names(operations) == ["allocate", "from_cpu", "allocate", "aten::add.out", "to_cpu"]
-    assert {each.device for each in operations} == {torch.device("fake:1")}
-    assert [each.nbytes for each in operations] == [12, 12, 12, 0, 12]
-    assert {each.thread for each in operations[:2]} == {threading.get_ident()}
-    assert {each.thread for each in operations[2:]} == {thread.ident}
-    tensor.cpu()
-    assert len(operations) == 5
-
-
-def test_streams_are_recorded(device: FakeDevice) -> None:
-    module = torch.get_device_module("fake")
-    stream = module.Stream(device="fake:1")
-    tensor = torch.ones(3)
-    with device.record() as operations:
-        with module.stream(stream):
-            assert module.current_device() == 1
-            assert module.current_stream() == stream
-            tensor = tensor.to("fake:1")
-        tensor.record_stream(module.current_stream("fake:1"))
-        module.synchronize(1)
-    assert [(each.name, each.stream) for each in operations] == [
-        ("allocate", stream.stream_id),
-        ("from_cpu", stream.stream_id),
-        ("aten::record_stream", 0),
-        ("synchronize", 0),
-    ]
-
-
 @pytest.mark.usefixtures("device")
 def test_each_thread_has_its_own_device() -> None:
     module = torch.get_device_module("fake")
@@ -182,20 +144,6 @@ def test_each_thread_has_its_own_device() -> None:
         thread.start()
         thread.join()
     assert (found, module.current_device()) == ([0], 0)
-
-
-def test_large_allocations_can_be_refused(device: FakeDevice) -> None:
-    with device.out_of_memory(above=8):
-        assert torch.ones(2, device="fake:1").tolist() == [1, 1]
-        with pytest.raises(torch.OutOfMemoryError, match=r"fake:1 out of memory: .* 12 bytes"):
-            torch.ones(3).to("fake:1")
-    assert torch.ones(3).to("fake:1").tolist() == [1, 1, 1]
-
-
-@pytest.mark.usefixtures("device")
-def test_a_device_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="expected fake:0 to fake:1, found fake:2"):
-        torch.ones(1).to("fake:2")
 
 
 @pytest.mark.system

@@ -14,10 +14,9 @@ from collections.abc import Callable
 import pytest
 
 import zrpc
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
-
-SOON = 20.0
 
 
 def interrupt_when(condition: Callable[[], object]) -> threading.Thread:
@@ -25,7 +24,7 @@ def interrupt_when(condition: Callable[[], object]) -> threading.Thread:
 
     def send() -> None:
         condition()
-        wait_until(main_thread_waits)
+        until(main_thread_waits)
         while main_thread_waits():
             # Again if it came just before the thread waited: that is seen only after the wait.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
@@ -41,34 +40,16 @@ def main_thread_waits() -> bool:
     ident = threading.main_thread().ident
     stack = traceback.walk_stack(sys._current_frames()[ident or 0])
     names = [frame.f_code.co_name for frame, _ in stack]
-    return names[0] == "wait" and bool({"result_of", "results_of"} & set(names))
+    return names[0] == "wait" and "results_of" in names
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + SOON
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)  # another process or thread changes it
-
-
-def begun(marker: str) -> Callable[[], None]:
-    return lambda: wait_until(lambda: os.path.exists(marker))
+def begun(marker: str) -> Callable[[], object]:
+    return lambda: until(lambda: os.path.exists(marker))
 
 
 def touch_and_sleep(marker: str) -> None:
     open(marker, "w").close()
     time.sleep(SOON)
-
-
-@pytest.mark.zrpc(processes=True)
-def test_a_function_in_a_process_is_interrupted(mesh: Mesh, tmp_path: os.PathLike[str]) -> None:
-    marker = os.path.join(tmp_path, "begun")
-    before = time.monotonic()
-    sender = interrupt_when(begun(marker))
-    with pytest.raises(KeyboardInterrupt):
-        mesh.run(0, touch_and_sleep, marker)
-    sender.join()
-    assert mesh.run(0, zrpc.rpc_sync, 1, max, args=(1, 2)) == 2
-    assert time.monotonic() - before < SOON
 
 
 @pytest.mark.zrpc(processes=True)
@@ -171,9 +152,3 @@ def test_async_functions_are_awaited_and_submitted_work_can_be(
     assert asyncio.run(in_test()) == (6, 8)
     with pytest.raises(KeyError, match="reason"):
         mesh.run(0, failing)
-    with pytest.raises(KeyError, match="reason"):
-        asyncio.run(awaited(mesh, failing))
-
-
-async def awaited(mesh: Mesh, fn: Callable[[], object]) -> object:
-    return await mesh.submit(0, fn)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections.abc import Callable
 
 import pytest
@@ -18,11 +17,6 @@ def run_warm(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     command = (warm_commands().directory / "pytest", "-p", "no:cacheprovider", *arguments)
     # `run` sets PYTHONPATH, which only a fresh interpreter would read.
     return pytester.run("env", "-u", "PYTHONPATH", *command, timeout=60)
-
-
-def test_the_marker_is_registered(run_tests: RunTests) -> None:
-    result = run_tests("def test_nothing(): pass", "--markers")
-    result.stdout.fnmatch_lines(["@pytest.mark.zrpc(workers=2, processes=False, timeout=30, *"])
 
 
 def test_a_wrong_marker_is_refused_before_the_first_test(run_tests: RunTests) -> None:
@@ -83,6 +77,33 @@ def test_broken(mesh):
             "just before",
         ]
     )
+
+
+@pytest.mark.system
+def test_leaks_and_output_of_worker_processes_are_reported(run_tests: RunTests) -> None:
+    result = run_tests(
+        """
+def leave():
+    sys.left = os.pipe()
+@pytest.mark.zrpc(processes=True)
+def test_leave(mesh):
+    mesh.run(1, print, "not shown", flush=True)
+    mesh.run(1, leave)
+@pytest.mark.zrpc(processes=True)
+def test_print(mesh):
+    mesh.run(1, print, "hello from afar", flush=True)
+    assert False
+def test_fail(mesh):  # which is not checked
+    left = os.pipe()
+    try:
+        raise ValueError("the only one")
+    finally:
+        left = [os.fdopen(fd) for fd in left]
+"""
+    )
+    result.assert_outcomes(passed=1, errors=1, failed=2)
+    result.stdout.fnmatch_lines(["left behind:", "- worker1 (pid *): descriptor *: pipe:*"])
+    result.stdout.fnmatch_lines(["* Captured stdout and stderr of worker1 call *", "hello from*"])
 
 
 @pytest.mark.system
@@ -247,49 +268,21 @@ def test_leaks_are_allowed(kept, mesh):
 
 
 @pytest.mark.system
-def test_a_leak_in_a_worker_process_is_an_error(run_tests: RunTests) -> None:
-    result = run_tests(
-        """
-def leave():
-    sys.left = os.pipe()
-
-@pytest.mark.zrpc(processes=True)
-def test_leave(mesh):
-    mesh.run(1, leave)
-
-def test_fail(mesh):  # which is not checked
-    left = os.pipe()
-    try:
-        raise ValueError("the only one")
-    finally:
-        left = [os.fdopen(fd) for fd in left]
-"""
-    )
-    result.assert_outcomes(passed=1, errors=1, failed=1)
-    result.stdout.fnmatch_lines(["left behind:", "- worker1 (pid *): descriptor *: pipe:*"])
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("capture", ["fd", "no"])
-def test_the_report_shows_the_output_of_worker_processes(
-    pytester: pytest.Pytester, capture: str
+def test_the_output_of_worker_processes_is_shown_at_once_if_it_is_not_captured(
+    pytester: pytest.Pytester,
 ) -> None:
     pytester.makepyfile(
-        textwrap.dedent(
-            """
-            import pytest
-
-            @pytest.mark.zrpc(processes=True)
-            def test_print(mesh):
-                mesh.run(1, print, "hello from afar", flush=True)
-                assert False
-            """
-        )
+        """
+        import pytest
+        @pytest.mark.zrpc(processes=True)
+        def test_print(mesh):
+            mesh.run(1, print, "hello from afar", flush=True)
+            assert False
+        """
     )
-    result = run_warm(pytester, f"--capture={capture}")
+    result = run_warm(pytester, "--capture=no")
     result.assert_outcomes(failed=1)
-    lines = {"fd": ["* Captured stdout and stderr of worker1 call *", "hello from afar"]}
-    result.stdout.fnmatch_lines(lines.get(capture, ["*hello from afar*", "*= FAILURES =*"]))
+    result.stdout.fnmatch_lines(["*hello from afar*", "*= FAILURES =*"])
 
 
 @pytest.mark.system

@@ -61,19 +61,11 @@ def test_each_worker_is_a_process(mesh: Mesh) -> None:
     assert pids == [mesh.pid(name) for name in mesh.names]
     assert len({os.getpid(), *pids}) == 5
     assert mesh.run_all(my_name) == ["worker0", "worker1", "worker2", "worker3"]
-    with pytest.raises(TypeError, match="expected a mesh of threads"):
-        mesh.agent(0)
-
-
-def test_functions_run_in_the_main_thread(mesh: Mesh) -> None:
     assert mesh.run(1, lambda: threading.current_thread() is threading.main_thread())
-
-
-def test_a_worker_has_the_directory_and_path_of_the_test(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert mesh.run(0, os.getcwd) == os.getcwd()
     assert mesh.run(0, lambda: [p for p in sys.path if p]) == [os.path.abspath(p) for p in sys.path]
+    with pytest.raises(TypeError, match="expected a mesh of threads"):
+        mesh.agent(0)
 
 
 def test_an_exception_class_of_the_test_keeps_its_identity(mesh: Mesh) -> None:
@@ -85,17 +77,15 @@ def test_an_exception_class_of_the_test_keeps_its_identity(mesh: Mesh) -> None:
     cause = str(info.value.__cause__)
     assert f"in worker1 (pid {mesh.pid(1)}):\nTraceback" in cause
     assert "in fail\n    raise Failure" in cause
+    with pytest.raises(SystemExit):
+        mesh.run(0, sys.exit, 3)
 
+    def compare() -> None:  # is sent by value: imported there, it would have plain assertions
+        found = {"a": 1}
+        assert found == {"a": 2}
 
-def compare() -> None:
-    found = {"a": 1}
-    assert found == {"a": 2}
-
-
-def test_a_failed_assertion_shows_the_compared_values(mesh: Mesh) -> None:
-    """Its function is sent by value: imported there, it would have plain assertions."""
     with pytest.raises(AssertionError, match="'a': 1"):
-        mesh.run(1, compare)
+        mesh.run(0, compare)
 
 
 def test_what_cannot_be_sent_back_is_described(mesh: Mesh) -> None:
@@ -113,6 +103,8 @@ def test_what_cannot_be_sent_back_is_described(mesh: Mesh) -> None:
         with pytest.raises(kind, match=text):
             mesh.run(0, function)
         assert mesh.run(0, my_name) == "worker0"
+    with pytest.raises(zrpc.SerializationError, match="found one of type lock"):
+        mesh.submit(0, my_name, [1, {"a": threading.Lock()}])
 
 
 def test_what_calls_can_send_is_sent_both_ways(mesh: Mesh) -> None:
@@ -129,11 +121,6 @@ def test_what_calls_can_send_is_sent_both_ways(mesh: Mesh) -> None:
     assert view == b"abc"
     assert isinstance(view, memoryview)
     assert torch.equal(back.add_(0), large)
-
-
-def test_an_argument_that_cannot_be_pickled_is_described(mesh: Mesh) -> None:
-    with pytest.raises(zrpc.SerializationError, match="found one of type lock"):
-        mesh.submit(0, my_name, [1, {"a": threading.Lock()}])
 
 
 def test_calls_to_a_killed_worker_fail(mesh: Mesh) -> None:
@@ -174,37 +161,20 @@ def test_the_exit_of_a_worker_is_an_error(make_mesh: MakeMesh) -> None:
         mesh.shutdown()  # a worker is missing that the test did not kill
 
 
-def test_sys_exit_fails_the_call_and_keeps_the_worker(mesh: Mesh) -> None:
-    with pytest.raises(SystemExit):
-        mesh.run(0, sys.exit, 3)
-    assert mesh.run(0, my_name) == "worker0"
-
-
-def test_the_output_shows_where_a_worker_crashed(
+def test_the_output_of_workers_is_kept_and_shows_where_one_crashed(
     make_mesh: MakeMesh, pytestconfig: pytest.Config
 ) -> None:
     def crash() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
 
     mesh = make_mesh()
+    mesh.run(1, print, "to stdout", flush=True)
+    mesh.run(1, lambda: print("to stderr", file=sys.stderr))
     with pytest.raises(WorkerExited, match="SIGSEGV"):
         mesh.run(0, crash)
     mesh.shutdown(graceful=False)
     if pytestconfig.getoption("capture") != "no":
         assert "in crash" in mesh.output(0)
-
-
-def test_the_output_of_workers_is_kept(make_mesh: MakeMesh, pytestconfig: pytest.Config) -> None:
-    mesh = make_mesh()
-    mesh.run(1, print, "to stdout", flush=True)
-    mesh.run(1, lambda: print("to stderr", file=sys.stderr))
-    if pytestconfig.getoption("capture") != "no":
-        assert mesh.output(1) == "to stdout\nto stderr\n"
-        assert mesh.output(0) == ""
-        assert mesh._new_output() == [("worker1", "to stdout\nto stderr\n")]
-        assert mesh._new_output() == []
-    mesh.shutdown()
-    if pytestconfig.getoption("capture") != "no":
         assert mesh.output(1) == "to stdout\nto stderr\n"
 
 

@@ -18,10 +18,10 @@ from zrpc.testing.procfs import children, state_of
 from zrpc.testing.server import warm_server
 
 SCRIPT = """
-import signal, sys
+import os, signal
 from zrpc.testing import local_mesh
 with local_mesh(2, processes=True, timeout=60) as mesh:
-    print(mesh.run(0, __import__("os").getppid), mesh._workers[0]._shared.home, flush=True)
+    print(mesh.run(0, os.getppid), mesh.run(0, os.getenv, "ZRPC_RUNTIME_DIR"), flush=True)
     mesh.run(1, signal.pause)
 """
 

@@ -13,12 +13,6 @@ def mark(*args: Any, **kwargs: Any) -> pytest.Mark:
     return pytest.mark.zrpc(*args, **kwargs).mark
 
 
-def test_a_mesh_has_defaults() -> None:
-    spec = MeshSpec.from_marks([])
-    assert (spec.workers, spec.processes, spec.timeout, spec.leaks) == (2, False, 30.0, True)
-    assert spec.names == ["worker0", "worker1"]
-
-
 def test_the_nearest_marker_wins_and_the_others_fill_in() -> None:
     near, far = mark(workers=4), mark(workers=3, timeout=5)
     spec = MeshSpec.from_marks([near, far])
@@ -32,9 +26,8 @@ def test_replace_merges_options() -> None:
     assert spec.workers == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "match"),
-    [
+def test_wrong_marks_are_refused() -> None:
+    for wrong, error, match in (
         (mark(4), TypeError, r"keyword arguments only, but got \(4,\)"),
         (mark(worker=4), TypeError, "expected one of workers, processes, .* but got 'worker'"),
         (mark(workers="4"), TypeError, "workers must be an int, but got '4'"),
@@ -45,8 +38,6 @@ def test_replace_merges_options() -> None:
         (mark(timeout=float("nan")), ValueError, "positive number of seconds"),
         (mark(timeout=float("inf")), ValueError, "positive number of seconds"),
         (mark(options=[]), TypeError, "options must be a mapping"),
-    ],
-)
-def test_wrong_marks_are_refused(wrong: pytest.Mark, error: type[Exception], match: str) -> None:
-    with pytest.raises(error, match=match):
-        MeshSpec.from_marks([wrong])
+    ):
+        with pytest.raises(error, match=match):
+            MeshSpec.from_marks([wrong])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import pytest
 
 import zrpc
 from zrpc.testing import Mesh, WorkerTraceback, local_mesh, no_leaks, startup
-from zrpc.testing.plugin import MakeMesh
+from zrpc.testing.failure import attribute
 
 
 def my_name() -> str:
@@ -23,9 +24,6 @@ def test_functions_run_on_their_workers(mesh: Mesh) -> None:
     assert mesh.run("worker1", my_name) == "worker1"
     assert mesh.run(0, my_name) == "worker0"
     assert mesh.run_all(my_name) == ["worker0", "worker1"]
-
-
-def test_run_passes_arguments_on(mesh: Mesh) -> None:
     assert mesh.run(0, dict, [("a", 1)], fn=2, worker=3) == {"a": 1, "fn": 2, "worker": 3}
 
 
@@ -59,25 +57,24 @@ def test_an_unknown_worker_is_refused(mesh: Mesh, worker: Any) -> None:
         mesh.run(worker, my_name)
 
 
-def test_a_failure_keeps_its_type_and_names_its_worker(mesh: Mesh) -> None:
-    def fail() -> None:
-        raise KeyError("gone")
-
-    with pytest.raises(KeyError, match="gone") as info:
-        mesh.run(1, fail)
-    assert isinstance(info.value.__cause__, WorkerTraceback)
-    assert "in worker1 (a thread):\nTraceback" in str(info.value.__cause__)
-    assert "in fail\n    raise KeyError" in str(info.value.__cause__)
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
 
 
-def test_a_failure_keeps_its_cause(mesh: Mesh) -> None:
+def test_a_failure_keeps_its_type_and_causes_and_names_its_worker(mesh: Mesh) -> None:
     def fail() -> None:
         raise KeyError("outer") from ValueError("inner")
 
-    with pytest.raises(KeyError) as info:
+    with pytest.raises(KeyError, match="outer") as info:
         mesh.run(1, fail)
     assert isinstance(info.value.__cause__, ValueError)
-    assert isinstance(info.value.__cause__.__cause__, WorkerTraceback)
+    last = info.value.__cause__.__cause__
+    assert isinstance(last, WorkerTraceback)
+    assert "in worker1 (a thread):\nValueError: inner\n" in str(last)
+    assert "in fail\n    raise KeyError" in str(last)
+    # One may refuse attributes.
+    assert "worker1" in str(attribute(Frozen(7), "worker1", "Traceback").__cause__)
 
 
 @pytest.mark.zrpc(workers=3)
@@ -112,11 +109,6 @@ def test_a_failure_does_not_wait_for_hanging_workers(mesh: Mesh) -> None:
     end.set()
 
 
-def test_a_failed_start_is_reported_at_once(make_mesh: MakeMesh) -> None:
-    with pytest.raises(TypeError, match="no_such_option"):
-        make_mesh(options={"no_such_option": 1})
-
-
 def test_a_mesh_that_is_shut_down_refuses_work(mesh: Mesh) -> None:
     mesh.shutdown()
     mesh.shutdown()
@@ -124,12 +116,6 @@ def test_a_mesh_that_is_shut_down_refuses_work(mesh: Mesh) -> None:
         mesh.run(0, my_name)
     with pytest.raises(RuntimeError, match="worker0 has no agent"):
         mesh.agent(0)
-
-
-@pytest.mark.usefixtures("no_leaks")
-def test_local_mesh_needs_no_fixtures() -> None:
-    with local_mesh(3) as mesh:
-        assert mesh.run(2, zrpc.rpc_sync, "worker0", max, args=(1, 2)) == 2
 
 
 # In the module, because events in a closure can't be sent.

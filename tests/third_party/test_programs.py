@@ -6,32 +6,23 @@ What they print on torch's RPC is recorded here. With ZRPC_TORCH_TOO=1 they run 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from zrpc.launch.port import ReservedPort
 
 pytestmark = pytest.mark.system
 
 HERE = Path(__file__).parent
 ZRPC = ["-m", "zrpc.cli"]
-DEADLINE = 240.0  # the libraries take seconds to import, in each of several processes
 
 
 def run(*arguments: str) -> tuple[str, str]:
     """Runs a Python command, which must succeed; returns its standard output and error."""
     with ReservedPort() as port:
-        done = subprocess.run(
-            [sys.executable, *arguments, str(port.number)],
-            env={key: value for key, value in os.environ.items() if key != "RANK"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=DEADLINE,
-        )
+        done = run_python(*arguments, str(port.number))
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

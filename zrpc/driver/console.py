@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from zrpc.launch.console import Console
+from zrpc.launch.output import Console
 
 
 class StreamConsole(Console):

@@ -10,38 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 
-class EditedModules:
-    """Finds the program's own modules whose files have changed since they were first looked at."""
-
-    def __init__(self) -> None:
-        self._times: dict[str, float] = {}  # when each file was changed, by the module
-        self._installed = tuple(f"{path}{os.sep}" for path in sysconfig.get_paths().values())
-        self.look()
-
-    def look(self) -> list[str]:
-        """Returns the names of those that were edited since the last call."""
-        new = []
-        for name, module in list(sys.modules.items()):
-            file = getattr(module, "__dict__", {}).get("__file__")
-            if not isinstance(file, str) or file.startswith(self._installed):
-                continue
-            with contextlib.suppress(OSError):  # it is in an archive, or gone
-                edited = os.stat(file).st_mtime
-                if edited != self._times.setdefault(name, edited):
-                    self._times[name] = edited
-                    new.append(name)
-        return new
-
-
 def tell_of_edits(tell: Callable[[str], None]) -> Callable[[], None]:
     """Tells of edited modules before each cell, if this is IPython; returns what ends that."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     if shell is None:
         return lambda: None
-    modules = EditedModules()
+    times: dict[str, float] = {}
+    _edited(times)
 
     def look(_: Any) -> None:
-        for name in modules.look():
+        for name in _edited(times):
             tell(
                 f"zrpc: the module {name} was edited. Workers that have imported it run its old "
                 "version, until mesh.close() and the next start_mesh"
@@ -49,3 +27,23 @@ def tell_of_edits(tell: Callable[[str], None]) -> Callable[[], None]:
 
     shell.events.register("pre_run_cell", look)
     return lambda: shell.events.unregister("pre_run_cell", look)
+
+
+def _edited(times: dict[str, float]) -> list[str]:
+    """Returns the program's own modules that were edited since the last call.
+
+    Args:
+        times: when each file was changed, by the module; is updated.
+    """
+    installed = tuple(f"{path}{os.sep}" for path in sysconfig.get_paths().values())
+    new = []
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")
+        if not isinstance(file, str) or file.startswith(installed):
+            continue
+        with contextlib.suppress(OSError):  # it is in an archive, or gone
+            edited = os.stat(file).st_mtime
+            if edited != times.setdefault(name, edited):
+                times[name] = edited
+                new.append(name)
+    return new

@@ -17,8 +17,8 @@ from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
 from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.driver.processes import WorkerProcesses, check_interpreter
 from zrpc.errors import RendezvousError, RpcError
-from zrpc.launch.roles import Roles
 from zrpc.launch.store import parse_address
+from zrpc.launch.worker import Roles
 from zrpc.membership.launched import launching
 from zrpc.membership.store import connect_store
 from zrpc.options import ZmqRpcBackendOptions

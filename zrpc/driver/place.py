@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -77,3 +78,15 @@ class MeetingPlace:
     def join_as_driver(self, name: str = DRIVER, store: Store | None = None) -> Agent:
         """Joins the mesh as its driver; see `join`."""
         return self.join(name, self.num_workers, store=store)
+
+
+def serve(place: bytes, name: str, rank: int, restarts: int) -> None:
+    """Runs a worker that a driver has started: it serves calls until all others want to leave.
+
+    Args:
+        place: a pickled `MeetingPlace`.
+        name: this worker's name.
+        rank: this worker's rank.
+        restarts: how often it was started again.
+    """
+    pickle.loads(place).join(name, rank, restarts).shutdown()

@@ -10,23 +10,20 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 
 from zrpc.agent.agent import Agent
 from zrpc.driver.console import StreamConsole
 from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
-from zrpc.driver.suspension import Suspension
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
-from zrpc.launch.interpreter import check_not_imported
-from zrpc.launch.line_splitter import LineSplitter
+from zrpc.launch.line_splitter import LineSplitter, ThrottledSplitter
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
-from zrpc.launch.roles import Roles
+from zrpc.launch.signals import let_act
 from zrpc.launch.starter import start_method
-from zrpc.launch.throttle import ThrottledSplitter
-from zrpc.launch.worker import STOP_NOTE, EnvironmentTemplate, Worker, base_environment
+from zrpc.launch.worker import STOP_NOTE, EnvironmentTemplate, Roles, Worker, base_environment
 from zrpc.membership.secret import new_secret
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.wire.pickling import dumps
@@ -115,18 +112,14 @@ class WorkerProcesses:
 
     def _start_worker(self, rank: int, restarts: int = 0) -> None:
         name = self._roles[rank].name
-        task = Task.function("zrpc.driver.worker:main", self._place, name, rank, restarts).within(
+        task = Task.function("zrpc.driver.place:serve", self._place, name, rank, restarts).within(
             cwd=self._cwd,
             env=self._template.for_worker(self._base, rank, restarts),
             sys_path=self._sys_path,
             line_buffered=True,
         )
-        stdout, stderr = self._output.open(rank, restarts)
-        try:
+        with self._output.open(rank, restarts) as (stdout, stderr):
             pid = self._starter.spawn(task, stdout=stdout, stderr=stderr)
-        finally:
-            os.close(stdout)
-            os.close(stderr)
         self._workers[pid] = Worker(rank, pid, restarts)
 
     def begin_reports(self, agent: Agent) -> None:
@@ -224,9 +217,47 @@ def check_interpreter() -> None:
         RpcError: it is frozen, so that its executable is no interpreter.
         RuntimeError: it is a child that imports the main script.
     """
-    check_not_imported("zrpc.start_mesh")
+    processes = sys.modules.get("multiprocessing.process")
+    if processes and getattr(processes.current_process(), "_inheriting", False):
+        raise RuntimeError(
+            "zrpc.start_mesh was called again by a process that multiprocessing has started, as "
+            'that imported the main script: put the call under `if __name__ == "__main__":`'
+        )
     if getattr(sys, "frozen", False):
         raise RpcError(
             "start_mesh starts workers by the interpreter that runs this program, but the program "
             f"is frozen: {sys.executable} is none. Run it with an installed Python"
         )
+
+
+class Suspension:
+    """Stops and continues workers with this process, unless the program handles Ctrl-Z itself.
+
+    `begin` and `end` do nothing outside of the main thread, since no other can handle signals.
+
+    Args:
+        send: sends a signal to all workers.
+    """
+
+    def __init__(self, send: Callable[[int], None]) -> None:
+        self._send = send
+
+    def begin(self) -> None:
+        """Handles Ctrl-Z from now on."""
+        if _in_main_thread() and signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+            signal.signal(signal.SIGTSTP, self._suspend)
+
+    def end(self) -> None:
+        """Gives Ctrl-Z its default effect again."""
+        if _in_main_thread() and signal.getsignal(signal.SIGTSTP) == self._suspend:
+            signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+
+    def _suspend(self, number: int, frame: FrameType | None) -> None:
+        """Runs in the main thread; returns when this process is continued."""
+        self._send(signal.SIGSTOP)
+        let_act(number)
+        self._send(signal.SIGCONT)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()

@@ -22,7 +22,7 @@ from zrpc.launch import program
 from zrpc.launch.descriptors import move_descriptors
 from zrpc.launch.interpreter import interpreter_options
 from zrpc.launch.script import find_program
-from zrpc.launch.signal_state import SignalState
+from zrpc.launch.signals import SignalState
 from zrpc.launch.task import Task
 from zrpc.launch.terminal_input import RelayedInput
 

@@ -38,16 +38,6 @@ def python_command(main: str) -> list[str]:
     return [sys.executable, *interpreter_options(), "-c", _BOOTSTRAP.format(root=root, main=main)]
 
 
-def check_not_imported(function: str) -> None:
-    """Raises a RuntimeError if this process of multiprocessing only imports the main script."""
-    processes = sys.modules.get("multiprocessing.process")
-    if processes and getattr(processes.current_process(), "_inheriting", False):
-        raise RuntimeError(
-            f"{function} was called again by a process that multiprocessing has started, as that "
-            'imported the main script: put the call under `if __name__ == "__main__":`'
-        )
-
-
 def interpreter_options() -> list[str]:
     """Returns the options of a command line that starts an interpreter like this one.
 

@@ -15,16 +15,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zrpc.launch import escalation
-from zrpc.launch.console import Console
-from zrpc.launch.descriptors import open_standard_descriptors
 from zrpc.launch.errors import LaunchError
 from zrpc.launch.escalation import KILL_SECONDS, Escalation, Step
-from zrpc.launch.output import Output
+from zrpc.launch.output import Console, Output
 from zrpc.launch.port import ReservedPort
-from zrpc.launch.roles import Roles
 from zrpc.launch.script import check_script, find_program
-from zrpc.launch.signal_state import SignalState
-from zrpc.launch.signals import FORWARDED, STOPS, SUSPENDS, SignalInbox
+from zrpc.launch.signals import (
+    FORWARDED,
+    STOPS,
+    SUSPENDS,
+    SignalInbox,
+    SignalState,
+    let_act,
+    receive_signals,
+)
 from zrpc.launch.starter import DEFAULT_PRELOAD, Starter, start_method
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
 from zrpc.launch.task import Task
@@ -35,6 +39,7 @@ from zrpc.launch.worker import (
     SECRET_FILE,
     STOP_NOTE,
     EnvironmentTemplate,
+    Roles,
     Worker,
     base_environment,
 )
@@ -101,14 +106,6 @@ class Job:
             ValueError: A value is out of its range, or the script is no Python script.
             FileNotFoundError: There is no such script or program.
         """
-        if self.nprocs < 1:
-            raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
-        if self.timeout is not None and not self.timeout > 0:
-            raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
-        if not 0 <= self.grace < math.inf:
-            raise ValueError(f"expected a grace period of 0 or more seconds, but got {self.grace}")
-        if self.max_restarts < 0:
-            raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
         self._check_address()
         if self.roles and self.elastic:
             raise ValueError(
@@ -153,13 +150,13 @@ class Job:
 
 
 def launch(job: Job) -> int:
-    """Runs a job's workers on this machine until all have exited.
+    """Runs a job's workers on this machine until all have exited. For the main thread.
 
     Output goes to this process's descriptors 1 and 2, each line after its worker's rank.
-    Worker 0 reads this process's standard input, the others have none. Each of the three that is
-    closed is first opened on the null device. In the main thread, SIGINT, SIGTERM, SIGHUP and
+    Worker 0 reads this process's standard input, the others have none. SIGINT, SIGTERM, SIGHUP and
     SIGALRM stop the workers: first gently, after the grace period by force, and at once when a
-    second signal arrives. SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are passed on to the workers.
+    second signal arrives. SIGUSR1, SIGUSR2, SIGCONT and SIGWINCH are passed on to the workers. None
+    of these stays blocked here, and SIGCHLD is not ignored.
 
     Returns:
         0 if all workers exited with 0; the code of the first one that failed (128 plus the number
@@ -176,11 +173,10 @@ def launch(job: Job) -> int:
         0
     """
     job.check()
-    open_standard_descriptors()
     with ExitStack() as stack:
         given = SignalState.current()
         inbox = stack.enter_context(SignalInbox(STOPS | FORWARDED))
-        stack.enter_context(given.set_aside())
+        receive_signals()
         base = base_environment(job.nprocs, job.env)
         if job.no_python:
             base.setdefault("PYTHONUNBUFFERED", "1")  # a Python that it starts writes to a pipe
@@ -237,7 +233,6 @@ class _Run:
     _base: Mapping[str, str]
     _output: Output
     _keyboard: Keyboard
-    _store_pid: int = 0  # of the process that hosts the store, or asks one for ranks
     _workers: dict[int, Worker] = field(default_factory=dict)
     _first_failed: Worker | None = None
     _exit_code: int = 0
@@ -256,7 +251,7 @@ class _Run:
             )
             if found is None:
                 return  # a signal came, which `watch` handles
-            self._store_pid, first = found
+            first = found
         if job.elastic and not job.join:
             self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
         # Workers of other launches must find the sockets of these.
@@ -291,13 +286,9 @@ class _Run:
             on_error=job.on_error,
             relayed_input=reads_input and self._keyboard.relays,
         )
-        stdout, stderr = self._output.open(rank, restarts)
         stdin = self._keyboard.fd if reads_input else None
-        try:
+        with self._output.open(rank, restarts) as (stdout, stderr):
             pid = self._starter.spawn(task, stdin=stdin, stdout=stdout, stderr=stderr)
-        finally:
-            os.close(stdout)
-            os.close(stderr)
         self._workers[pid] = Worker(rank, pid, restarts)
         if reads_input:
             self._keyboard.serve(pid)
@@ -327,12 +318,12 @@ class _Run:
 
     def _on_exits(self) -> None:
         for found in self._starter.exits():
-            if found.pid == self._store_pid:
-                self._store_pid = 0  # a worker that is started later may get its process id
+            # A worker that is started later may get the process id of one that has exited.
+            worker = self._workers.get(found.pid)
+            if worker is None:  # the process that hosts the store, or asks one for ranks
                 if not self._job.join and self._escalation is None:
                     self._begin_stop(1, "the workers' store has exited")
                 continue
-            worker = self._workers[found.pid]
             worker.returncode = found.returncode
             self._keyboard.on_exit(found.pid)
             if found.returncode != 0 and self._escalation is None:
@@ -384,7 +375,7 @@ class _Run:
         before = time.monotonic()
         self._send(signal.SIGSTOP, group=True)
         self._keyboard.pause()
-        self._inbox.let_act(number)
+        let_act(number)
         self._keyboard.resume()
         self._inbox.discard(SUSPENDS | {signal.SIGCONT})
         self._inbox.wake()  # for signals that came meanwhile

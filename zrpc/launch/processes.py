@@ -89,14 +89,17 @@ def spawn(
         os._exit(_NO_GUARD)
     import torch.multiprocessing  # only now, since it is slow
 
+    from zrpc.membership.cluster_environment import find_settings
     from zrpc.membership.launched import set_spawned
 
     if nprocs < 1:
         raise ValueError(f"nprocs must be at least 1, but got {nprocs}")
     port, env = ReservedPort(), without_launcher(os.environ)
-    is_worker = _is_worker(env)  # then the variables speak of its own mesh
-    host, number = (None if is_worker else _place_in(env)) or (_HOST, port.number)
-    template = EnvironmentTemplate(nprocs, "worker", host, number, None)
+    is_worker = "rank" in find_settings(env)  # then the variables speak of its own mesh
+    host, number = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    if is_worker or not (host and number.isdecimal()):
+        host, number = _HOST, str(port.number)
+    template = EnvironmentTemplate(nprocs, "worker", host, int(number), None)
     base = base_environment(nprocs, {})
     environments = [template.for_worker(base, rank, 0) for rank in range(nprocs)]
     try:
@@ -119,19 +122,6 @@ def spawn(
     while not context.join():
         pass
     return None
-
-
-def _is_worker(env: Mapping[str, str]) -> bool:
-    """Returns whether an environment is that of a worker."""
-    from zrpc.membership.cluster_environment import find_settings
-
-    return "rank" in find_settings(env)
-
-
-def _place_in(env: Mapping[str, str]) -> tuple[str, int] | None:
-    """Returns ``MASTER_ADDR`` and ``MASTER_PORT``; None unless both are set."""
-    host, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
-    return (host, int(port)) if host and port.isdecimal() else None
 
 
 def _join(

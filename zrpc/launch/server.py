@@ -40,8 +40,7 @@ from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, Channel
 from zrpc.launch.descriptors import is_open, move_descriptors, readable
 from zrpc.launch.interpreter import python_command
 from zrpc.launch.short_directory import short_directory
-from zrpc.launch.signal_state import SignalState, blocked, receive_signals
-from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
+from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox, SignalState, blocked, receive_signals
 from zrpc.launch.task import Task
 
 _ORPHAN_SECONDS = 1.0  # for orphans to exit, such as multiprocessing's resource tracker
@@ -54,7 +53,7 @@ _COLLECTED = STOPS | FORWARDED | {signal.SIGCHLD}
 _Program = Callable[[], None]
 _LOAD_TASK = """\
 from zrpc.launch.child import load_task
-from zrpc.launch.signal_state import SignalState
+from zrpc.launch.signals import SignalState
 load_task({}, {}, {}, startup_modules, {})()
 """
 

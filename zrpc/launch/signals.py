@@ -1,14 +1,16 @@
-"""Signals to the launcher, in a form that a selector can wait for."""
+"""Signals to the launcher, in a form that a selector can wait for, and what it passes on of them.
+
+A process passes on to each program that it starts which signals it ignores and blocks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import socket
-import threading
 from collections.abc import Iterator, Set
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 # Each stops all workers.
 STOPS: Set[int] = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM}
@@ -22,8 +24,8 @@ _WAKE = 0  # written by `wake`; not a signal's number
 class SignalInbox:
     """Collects signals, while entered, instead of letting them have their usual effects.
 
-    Signals can be caught only in the main thread; in another, only `wake` has an effect. A signal
-    that was ignored before, such as SIGHUP under nohup, stays ignored. It can be entered once.
+    For the main thread, except for `wake`. A signal that was ignored before, such as SIGHUP under
+    nohup, stays ignored. It can be entered once.
 
     Args:
         numbers: The signals to collect.
@@ -87,24 +89,9 @@ class SignalInbox:
 
     def collect(self, numbers: Set[int]) -> None:
         """Collects these signals, too."""
-        if threading.current_thread() is not threading.main_thread():
-            return
         for number in numbers:
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._handlers[number] = signal.signal(number, self._on_signal)
-
-    def let_act(self, number: int) -> None:
-        """Lets a signal have its default effect on this process. Returns when it is continued.
-
-        If that has none, as in a process group that no shell watches, it returns at once.
-        """
-        # Another thread that writes to the terminal may get the signal too, and stop this process
-        # first. When it is continued, the system drops the one that is held back here.
-        signal.pthread_sigmask(signal.SIG_BLOCK, {number})
-        signal.raise_signal(number)
-        signal.signal(number, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-        signal.signal(number, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Does nothing, mostly: the wakeup descriptor has got the signal."""
@@ -113,18 +100,82 @@ class SignalInbox:
             raise KeyboardInterrupt
 
     def __enter__(self) -> SignalInbox:
-        if threading.current_thread() is threading.main_thread():
-            # Python writes the numbers there, so that no signal is lost just before a wait.
-            self._wakeup_fd = signal.set_wakeup_fd(
-                self._writing.fileno(), warn_on_full_buffer=False
-            )
-            self.collect(self._numbers)
+        # Python writes the numbers there, so that no signal is lost just before a wait.
+        self._wakeup_fd = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        self.collect(self._numbers)
         return self
 
     def __exit__(self, *error: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in self._handlers.items():
-                signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-            signal.set_wakeup_fd(self._wakeup_fd)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        signal.set_wakeup_fd(self._wakeup_fd)
         self._reading.close()
         self._writing.close()
+
+
+def let_act(number: int) -> None:
+    """Lets a signal have its default effect on this process. Returns when it is continued.
+
+    If that has none, as in a process group that no shell watches, it returns at once. For the main
+    thread.
+    """
+    # Another thread that writes to the terminal may get the signal too, and stop this process
+    # first. When it is continued, the system drops the one that is held back here.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    signal.raise_signal(number)
+    handler = signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    signal.signal(number, handler)
+
+
+# The interpreter itself ignores these, and nobody can see what it was given.
+_OF_PYTHON = {signal.SIGPIPE, signal.SIGXFSZ}
+
+
+class SignalState(NamedTuple):
+    """The signals that a process was told to ignore and to block, by their numbers.
+
+    Supervisors, shells and CI runners start programs with some signals ignored or blocked. Workers
+    get that state. The launcher and the fork server can't work with it: a process that ignores
+    SIGCHLD learns no exit code, and one that blocks SIGTERM can't be stopped.
+    """
+
+    ignored: tuple[int, ...] = ()
+    blocked: tuple[int, ...] = ()
+
+    @classmethod
+    def current(cls) -> SignalState:
+        """Returns this process's state; what is blocked is blocked in this thread."""
+        ignored = [
+            int(number)
+            for number in signal.valid_signals() - _OF_PYTHON
+            if signal.getsignal(number) == signal.SIG_IGN
+        ]
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        return cls(tuple(sorted(ignored)), tuple(sorted(int(number) for number in blocked)))
+
+    def restore(self) -> None:
+        """Makes this the state of this process. For the main thread."""
+        for number in self.ignored:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+
+def receive_signals() -> None:
+    """Gives SIGCHLD its usual effect, and unblocks all signals. For the main thread.
+
+    Ignored signals stay ignored, such as SIGHUP under nohup, except for SIGCHLD.
+    """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Blocks all signals in this thread, and in processes that it starts in the block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

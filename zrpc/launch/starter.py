@@ -20,7 +20,7 @@ from zrpc.launch.channel import EXIT_RECORD, EXITS_BYTES, MAX_DESCRIPTORS, Chann
 from zrpc.launch.descriptors import output_of_child, readable
 from zrpc.launch.errors import LaunchError, ServerDied
 from zrpc.launch.interpreter import python_command
-from zrpc.launch.signal_state import SignalState, blocked
+from zrpc.launch.signals import SignalState, blocked
 from zrpc.launch.task import Task
 
 DEFAULT_PRELOAD = ("torch", "zmq", "cloudpickle", "zrpc.api", "zrpc.agent.agent")

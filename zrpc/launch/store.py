@@ -52,14 +52,13 @@ def reserve_ranks(
     nprocs: int,
     hosts: bool,
     inbox: SignalInbox,
-) -> tuple[int, int] | None:
+) -> int | None:
     """Starts a process that hosts the store at an address, or else asks the one there for ranks.
 
     It waits for that store as long as workers do, and closes its pipe when it exits.
 
     Returns:
-        The process id and the first of `nprocs` consecutive ranks; None if a signal to stop came
-        before.
+        The first of `nprocs` consecutive ranks; None if a signal to stop came before.
 
     Raises:
         LaunchError: There is no store at the address, or none can be hosted there.
@@ -69,7 +68,7 @@ def reserve_ranks(
         serve = "zrpc.membership.store_server:serve"
         task = Task.function(serve, address.host, address.port, hosts, nprocs, writing)
         try:
-            pid = starter.spawn(task.within(env=env), pass_fds=[writing])
+            starter.spawn(task.within(env=env), pass_fds=[writing])
         finally:
             os.close(writing)
         while report.fileno() not in readable(report.fileno(), inbox.fileno()):
@@ -77,7 +76,7 @@ def reserve_ranks(
                 return None
         data = report.read(_FIRST_RANK.size)
     if len(data) == _FIRST_RANK.size:
-        return pid, *_FIRST_RANK.unpack(data)
+        return int(_FIRST_RANK.unpack(data)[0])
     if hosts:
         raise LaunchError(f"could not host a store for the workers at {address}: see above")
     raise LaunchError(

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar, overload
 from zrpc.errors import advise
 from zrpc.testing.faults.proxy import Relays
 from zrpc.testing.leaks import LeakError
-from zrpc.testing.results import result_of, results_of
 from zrpc.testing.spec import MeshSpec
-from zrpc.testing.worker import Work, Worker
+from zrpc.testing.worker import Work, Worker, results_of
 
 if TYPE_CHECKING:
     from zrpc.agent.agent import Agent
@@ -69,7 +68,7 @@ class Mesh:
     ) -> None:
         self._spec = spec
         # Limits a wait; set if no test or statement has a deadline for all of them.
-        self._limit: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self._limit: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self._workers = list(workers)
         self._clean_up = clean_up
         self._relays: Relays | None = None
@@ -123,7 +122,7 @@ class Mesh:
         __tracebackhide__ = True
         with self._limit():
             found = self._worker(worker)
-            return result_of(found, found.submit(fn, args, kwargs))
+            return results_of([found], [found.submit(fn, args, kwargs)], interrupts=True)[0]
 
     @overload
     def run_all(self, fn: Later[P, T], /, *args: P.args, **kwargs: P.kwargs) -> list[T]: ...

@@ -218,9 +218,7 @@ class ProcessWorker(Worker):
 
     def output(self) -> str:
         """Returns what it has written to stdout and stderr, if that is captured."""
-        if self._output_path is not None and self._output_path.exists():
-            return read_text(self._output_path)
-        return self._kept_output
+        return self._kept_output or (read_text(self._output_path) if self._output_path else "")
 
     def new_output(self) -> str:
         """Returns what it has written since the last call, if that is captured."""

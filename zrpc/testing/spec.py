@@ -4,22 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
 
 DEFAULT_WORKERS = 2
 DEFAULT_TIMEOUT = 30.0
 # Stands for no deadline: a year. What is longer overflows in waits in C.
 NO_DEADLINE_SECONDS = 3e7
-
-
-class _Mark(Protocol):
-    """The part of ``pytest.Mark`` that is used here."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +62,7 @@ class MeshSpec:
             raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
 
     @classmethod
-    def from_marks(cls, marks: Iterable[_Mark]) -> MeshSpec:
+    def from_marks(cls, marks: Iterable[pytest.Mark]) -> MeshSpec:
         """Returns the specification that a test's markers give, the nearest marker first.
 
         An argument that the nearest marker does not set is taken from the next one. So a class

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from zrpc.testing.entry import Entry
 from zrpc.testing.mesh import Mesh
 from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
-from zrpc.testing.watchdog import Watchdog, print_report
+from zrpc.testing.watchdog import Entry, Watchdog, print_report
 
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
 # it until init_timeout has passed, so that is kept short.
@@ -86,21 +85,18 @@ def start_shared_mesh(spec: MeshSpec, *, by_value: Iterable[str], capture: bool)
     """
     __tracebackhide__ = True
 
+    mesh: Mesh | None = None
+
     @contextlib.contextmanager
-    def limited() -> Iterator[Watchdog]:
+    def limit() -> Iterator[Watchdog]:
         __tracebackhide__ = True
         with Watchdog(spec.timeout, print_report) as watchdog, watchdog.interruptible():
+            if mesh is not None:  # else `start_mesh` has it watched
+                watchdog.watch(mesh)
             yield watchdog
 
-    @contextlib.contextmanager
-    def limit() -> Iterator[None]:
-        __tracebackhide__ = True
-        with limited() as watchdog:
-            watchdog.watch(mesh)
-            yield
-
     warm_up(spec.processes)
-    with limited() as watchdog:
+    with limit() as watchdog:
         mesh = start_mesh(spec, watchdog, by_value=by_value, capture=capture)
     mesh._limit = limit
     return mesh

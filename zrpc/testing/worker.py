@@ -1,4 +1,4 @@
-"""One worker of a mesh under test, as the test sees it."""
+"""One worker of a mesh under test, as the test sees it, and the wait for what workers do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import asyncio
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, TypeVar
+
+from zrpc.testing.failure import add_others
 
 T = TypeVar("T")
 
@@ -146,3 +148,39 @@ class Worker(ABC):
 def name_of(fn: Callable[..., Any]) -> str:
     """Returns the name of a function, for a reader."""
     return str(getattr(fn, "__qualname__", None) or repr(fn))
+
+
+# One worker's failure often makes the others fail: wait this long for their errors.
+_OTHER_FAILURES_SECONDS = 1.0
+
+
+def results_of(
+    workers: Sequence[Worker], work: Sequence[Work[T]], interrupts: bool = False
+) -> list[T]:
+    """Returns the results of all; raises the first failure, which names the others.
+
+    Args:
+        workers: the workers, in the order of their work.
+        work: what they do.
+        interrupts: whether the work is interrupted if the wait for it is, as by Ctrl-C.
+    """
+    __tracebackhide__ = True
+    try:
+        done, rest = wait(work, return_when=FIRST_EXCEPTION)
+    except BaseException:
+        for worker, each in zip(workers, work, strict=True):
+            if interrupts:
+                worker.interrupt(each)
+        raise
+    first = next((w for w in work if w in done and w.exception() is not None), None)
+    if first is not None:
+        wait(rest, timeout=_OTHER_FAILURES_SECONDS)
+        others = {
+            worker.label: error
+            for worker, each in zip(workers, work, strict=True)
+            if each is not first and each.done() and (error := each.exception())
+        }
+        error = first.exception()
+        assert error is not None  # that is how it was chosen
+        raise add_others(error, others)
+    return [each.result() for each in work]
