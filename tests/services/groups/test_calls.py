@@ -66,9 +66,11 @@ def test_an_empty_slice_calls_nobody(caller: Mesh) -> None:
     empty = zrpc.group("*")[4:]
     assert zrpc.rpc_sync(empty, name) == []
     assert len(zrpc.remote(empty, list)) == 0
-    assert zrpc.rpc_sync(empty, echo, args=(zrpc.each([]), zrpc.split([1]))) == []
+    assert zrpc.rpc_sync(empty, echo, args=(zrpc.each([]),)) == []
     with pytest.raises(ValueError, match=r"expected each\(\) of 0 values"):
         zrpc.rpc_sync(empty, echo, args=(zrpc.each([1]),))
+    with pytest.raises(ValueError, match="to split a value among, found an empty group"):
+        zrpc.rpc_sync(empty, echo, args=(zrpc.split([1]),))
 
 
 def test_members_that_can_not_be_are_refused(caller: Mesh) -> None:

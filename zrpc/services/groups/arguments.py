@@ -47,7 +47,7 @@ class Split(PerMember):
     def values(self, count: int) -> Sequence[Any]:
         value = self._value
         if not count:
-            return ()
+            raise ValueError("expected members to split a value among, found an empty group")
         whole = _is_leaf(value)
         leaves, structure = tree_flatten(value, is_leaf=_is_leaf)
         parts = [
