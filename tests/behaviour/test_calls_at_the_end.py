@@ -92,22 +92,29 @@ CALLS: list[Callable[[], Callable[[], Any]]] = [
 def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
     begun = threading.Barrier(len(CALLS) + 1)
 
-    left = threading.Event()
-
     def go_on(make: Callable[[], Callable[[], Any]]) -> Exception:
         call = make()
         begun.wait(SOON)
-        error = until_refused(call)
-        while not left.is_set():  # a thread that ignores the error keeps nobody
-            until_refused(call)
-        return error
+        return until_refused(call)
 
     ends = [in_thread(mesh, 0, partial(go_on, make)) for make in CALLS]
     begun.wait(SOON)
     shut_down(mesh)
-    left.set()
     for each in ends:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
+
+
+def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
+    left = threading.Event()
+
+    def go_on() -> None:
+        while not left.is_set():
+            until_refused(lambda: rpc.rpc_sync(1, echo, (1,)))
+
+    end = in_thread(mesh, 0, go_on)
+    shut_down(mesh)
+    left.set()
+    end.result(SOON)
 
 
 @pytest.mark.system
