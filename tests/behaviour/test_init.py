@@ -160,6 +160,19 @@ def test_torchs_way_to_say_it(alone: int) -> None:
 
 
 @pytest.mark.system
+def test_a_master_that_ends_while_others_wait(alone: int) -> None:
+    """It may be back, but nobody is told only that there was none."""
+    master = dist.TCPStore("127.0.0.1", alone, is_master=True, wait_for_workers=False)
+    how = {"rank": 1, "world_size": 2, "rpc_backend_options": options(1.5)}
+    finish = start_all([lambda: rpc.init_rpc("me", **how)], SOON)
+    master.wait(["zrpc/record/-/1"])
+    del master
+    [error] = finish()
+    assert isinstance(error, rpc.RendezvousError)
+    assert re.search(f"was lost .* at 127.0.0.1:{alone} within", str(error))
+
+
+@pytest.mark.system
 @pytest.mark.usefixtures("alone", "no_leaks")
 def test_ctrl_c_ends_the_wait_for_others() -> None:
     threading.Timer(SHORT, os.kill, (os.getpid(), signal.SIGINT)).start()
