@@ -16,6 +16,7 @@ from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
+from zrpc.services.elastic.limits import DEFAULT_LIMITS
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import RANKS
@@ -145,42 +146,6 @@ def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store
     assert [reader.read() for reader in (late, steady)] == [[event("a")]] * 2
 
 
-class Plain(dist.Store):
-    """A user's own store, which has what torch requires, and can't delete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.entries[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        return self.entries[key]
-
-    def add(self, key: str, amount: int) -> int:
-        self.entries[key] = str(int(self.entries.get(key, b"0")) + amount).encode()
-        return int(self.entries[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.entries for key in keys)
-
-    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        if self.entries.get(key, b"") == expected:
-            self.entries[key] = value
-        return self.entries.get(key, expected)
-
-
-def test_a_store_that_cant_delete_is_not_compacted() -> None:
-    store = Plain()
-    log, state = log_in(store), MembershipState()
-    for number in range(30):
-        visit(log, state, number)
-    assert len(log_in(store).read()) == 60
-    assert log.noted_position(f"{3:032x}") == 0
-    log.withdraw_position(f"{3:032x}")
-
-
 @pytest.mark.parametrize("what", ["bounds", "snapshot"])
 def test_bounds_or_a_snapshot_that_cant_be_read(store: dist.Store, what: str) -> None:
     log, state = log_in(store), MembershipState()
@@ -249,9 +214,8 @@ def test_deletion_lags_two_snapshots_behind() -> None:
 
 def test_which_member_writes_a_snapshot_and_when() -> None:
     bounds = LogBounds(1, 0, 0, 100)
-    due = [line for line in range(4) if bounds.due(137, 2, line)]
-    assert due == [0, 1]
-    assert not bounds.due(137, 10, 0)  # the more members, the longer
+    assert [line for line in range(4) if bounds.due(137, 2, line, DEFAULT_LIMITS)] == [0, 1]
+    assert not bounds.due(137, 10, 0, DEFAULT_LIMITS)  # the more members, the longer
 
 
 def test_bounds_as_text() -> None:
