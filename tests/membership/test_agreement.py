@@ -37,13 +37,11 @@ def judged_by(own: MemberId, pairs: Collection[tuple[MemberId, MemberId]]) -> Lo
     return agreement.judge(LIMIT, range(4), always)  # type: ignore[arg-type]
 
 
-def test_of_equals_the_higher_rank_goes() -> None:
+def test_who_has_lost_more_goes_and_of_equals_the_higher_rank() -> None:
     assert judged_by(C, [(A, B)]) == LossNote(How.PUT_OUT, B, C, A)
     assert judged_by(C, [(A, B), (B, A)]) == LossNote(How.PUT_OUT, B, C, A)
-
-
-def test_who_has_lost_more_goes() -> None:
     assert judged_by(D, [(B, A), (C, A)]) == LossNote(How.PUT_OUT, A, D, B)
+    assert judged_by(A, [(B, A)]) is None  # it is of the pair
 
 
 def test_a_loss_counts_also_if_the_other_one_has_gone_since() -> None:
@@ -70,15 +68,13 @@ def test_a_rank_is_compared_and_not_how_often_it_was_started() -> None:
     assert found == LossNote(How.PUT_OUT, B, C, restarted)
 
 
-def test_a_worker_of_the_pair_judges_nobody() -> None:
-    assert judged_by(A, [(B, A)]) is None
-
-
-def test_a_worker_that_does_not_reach_both_judges_nobody() -> None:
+def test_a_worker_judges_a_pair_only_if_it_reaches_both_and_has_lost_neither() -> None:
     agreement = Agreement(C, LIMIT)
     agreement.hear(A, unreached(B, A), 0.0)
     assert agreement.judge(LIMIT, [A, B, C], lambda member: member != B) is None
     assert agreement.judge(LIMIT, [A, B, C], always) is not None
+    agreement.lose(B, None, 0.0)
+    assert agreement.judge(LIMIT, [A, C], always) is None
 
 
 def test_the_lowest_rank_that_is_not_of_the_pair_judges_first() -> None:
@@ -90,13 +86,6 @@ def test_the_lowest_rank_that_is_not_of_the_pair_judges_first() -> None:
     assert first.judge(1.0, range(4), always) is not None  # type: ignore[arg-type]
     assert second.judge(1.0, range(4), always) is None  # type: ignore[arg-type]
     assert second.judge(2.0, range(4), always) is not None  # type: ignore[arg-type]
-
-
-def test_a_pair_that_is_lost_is_no_longer_judged() -> None:
-    agreement = Agreement(C, LIMIT)
-    agreement.hear(A, unreached(B, A), 0.0)
-    agreement.lose(B, None, 0.0)
-    assert agreement.judge(LIMIT, [A, C], always) is None
 
 
 def test_each_is_told_once_and_again_if_messages_were_lost() -> None:

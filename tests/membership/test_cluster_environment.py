@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zrpc.membership.cluster_environment import (
-    ENGINES,
     FULL_HOST_NAME,
     SETTINGS,
     find_settings,
@@ -74,9 +72,7 @@ def test_a_step_of_slurm() -> None:
     sources = {name: setting.source for name, setting in find_settings(SLURM).items()}
     assert sources["rank"] == "SLURM_PROCID"
     assert sources["master_port"] == "SLURM_JOB_ID and SLURM_STEP_ID"
-
-
-def test_a_step_on_some_hosts_of_a_job_meets_on_its_own_first_host() -> None:
+    # A step on some hosts of a job meets on its own first host.
     assert values({**SLURM, "SLURM_STEP_NODELIST": "n2"})["master_addr"] == "n2"
 
 
@@ -90,9 +86,7 @@ def test_processes_of_mpirun() -> None:
     assert found == all_of("3", "4", "3", "127.0.0.1", found["master_port"])
     other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-vm-77@1"}
     assert values(other)["master_port"] != found["master_port"]
-
-
-def test_mpirun_on_several_hosts_does_not_say_where_rank_0_is() -> None:
+    # On several hosts it does not say where rank 0 is.
     assert "master_addr" not in values({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
 
 
@@ -107,12 +101,8 @@ def test_mpirun_in_a_job_of_slurm() -> None:
 
 
 def test_pmi() -> None:
-    assert values(PMI) == {
-        "rank": "1",
-        "world_size": "2",
-        "local_rank": "1",
-        "master_addr": "127.0.0.1",
-    }
+    found = {"rank": "1", "world_size": "2", "local_rank": "1", "master_addr": "127.0.0.1"}
+    assert values(PMI) == found
 
 
 def test_a_step_of_slurm_with_pmi_is_slurms() -> None:
@@ -133,23 +123,17 @@ def test_a_pod_of_an_indexed_job() -> None:
         assert "master_addr" not in values({**KUBERNETES, FULL_HOST_NAME: name})
 
 
-@pytest.mark.parametrize("engine", [SLURM, OPEN_MPI, PMI, KUBERNETES], ids=lambda e: min(e))
-def test_torchs_variables_come_first(engine: dict[str, str]) -> None:
-    assert find_settings({**engine, **TORCH}) == find_settings(TORCH)
+def test_torchs_variables_come_first() -> None:
     given = {"MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert values({**engine, **given}) == {
-        **values(engine),
-        "master_addr": "h",
-        "master_port": "1",
-    }
+    for engine in (SLURM, OPEN_MPI, PMI, KUBERNETES):
+        assert find_settings({**engine, **TORCH}) == find_settings(TORCH)
+        expected = {**values(engine), "master_addr": "h", "master_port": "1"}
+        assert values({**engine, **given}) == expected
 
 
-def test_a_worker_of_an_elastic_launch_in_a_step_has_no_world_size() -> None:
+def test_without_a_world_size_or_with_an_empty_one_a_mesh_in_a_step_is_elastic() -> None:
     found = values({**SLURM, "RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
     assert found == {"rank": "1", "master_addr": "h", "master_port": "1"}
-
-
-def test_an_empty_world_size_means_an_elastic_mesh() -> None:
     found = values({**SLURM, "WORLD_SIZE": ""})
     assert "world_size" not in found
     assert found["rank"] == "2"
@@ -186,10 +170,6 @@ def test_an_error_says_which_variables_were_looked_for_and_found() -> None:
         assert name in text.partition("; found ")[0]
     assert text.endswith("; found WORLD_SIZE='4'")
     assert looked_for({}, "rank").endswith("found none of these variables")
-
-
-def test_each_engine_but_torchs_has_a_mark() -> None:
-    assert [engine.name for engine in ENGINES if not engine.marks] == ["torch"]
 
 
 # -- lists of hosts ------------------------------------------------------------------------

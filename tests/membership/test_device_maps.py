@@ -35,38 +35,24 @@ def test_maps_that_fit_are_accepted() -> None:
     check(record("w0", {}, maps={"w1": {"cpu": "xpu:0"}}), record("w1", {"xpu": 1}))
 
 
-WRONG: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "Node w0 has invalid target node names in its device maps": ({"maps": {"none": {}}}, {}),
-    "Node w0 has source devices with invalid indices in its device map for w1": (
-        {"maps": {"w1": {"cuda:2": "cuda:0"}}},
-        {},
-    ),
-    "Node w0 has target devices with invalid indices in its device map for w1": (
-        {"maps": {"w1": {"cuda:0": "cuda:2"}}},
-        {},
-    ),
-    "Node w0 has duplicated target devices in its device map for w1": (
-        {"maps": {"w1": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}}},
-        {},
-    ),
-    "Node w0 has unexpected source devices in its device map for w1": (
-        {"maps": {"w1": {"cuda:0": "cuda:0"}}, "devices": ["cuda:1"]},
-        {},
-    ),
-    "Node w0 has unexpected target devices in its device map for w1": (
-        {"maps": {"w1": {"cuda:0": "cuda:0"}}},
-        {"devices": ["cuda:1"]},
-    ),
-    "Node w1 has duplicated devices": ({}, {"devices": ["cuda:1", "cuda:1"]}),
-    "Node w1 has devices with invalid indices": ({}, {"devices": ["cuda:2"]}),
-}
+def test_what_does_not_fit_is_refused_with_the_text_of_torch() -> None:
+    def maps(entries: dict[str, str], *devices: str) -> dict[str, Any]:
+        return {"maps": {"w1": entries}, "devices": [*devices]}
 
-
-@pytest.mark.parametrize("text", WRONG)
-def test_what_does_not_fit_is_refused_with_the_text_of_torch(text: str) -> None:
-    first, second = WRONG[text]
-    with pytest.raises(OptionError, match=f"^{text}\n"):
-        check(record("w0", **first), record("w1", **second))
+    same = {"cuda:0": "cuda:0"}
+    of_map = "in its device map for w1"
+    for text, first, second in (
+        ("w0 has invalid target node names in its device maps", {"maps": {"none": {}}}, []),
+        (f"w0 has source devices with invalid indices {of_map}", maps({"cuda:2": "cuda:0"}), []),
+        (f"w0 has target devices with invalid indices {of_map}", maps({"cuda:0": "cuda:2"}), []),
+        (f"w0 has duplicated target devices {of_map}", maps({**same, "cuda:1": "cuda:0"}), []),
+        (f"w0 has unexpected source devices {of_map}", maps(same, "cuda:1"), []),
+        (f"w0 has unexpected target devices {of_map}", maps(same), ["cuda:1"]),
+        ("w1 has duplicated devices", {}, ["cuda:1", "cuda:1"]),
+        ("w1 has devices with invalid indices", {}, ["cuda:2"]),
+    ):
+        with pytest.raises(OptionError, match=f"^Node {text}\n"):
+            check(record("w0", **first), record("w1", devices=second))
 
 
 def test_a_worker_that_lacks_the_type_of_a_device_is_told() -> None:
@@ -91,29 +77,24 @@ def test_a_map_may_name_a_worker_that_joins_later() -> None:
 
 def test_a_workers_own_map_counts_and_not_that_for_all_others() -> None:
     one = record("w0", maps={"*": {"cuda:0": "cuda:0"}, "w1": {"cuda:1": "cuda:0"}})
-    maps = maps_between(one, record("w1"))
-    assert maps is not None
-    assert maps[0].targets == {"cuda:1": "cuda:0"}
-    assert maps[0].current == "cuda:0"
-    maps = maps_between(one, record("w2"))
-    assert maps is not None
-    assert maps[0].targets == {"cuda:0": "cuda:0"}
+    requests, _ = maps_between(one, record("w1"))
+    assert (requests.targets, requests.current) == ({"cuda:1": "cuda:0"}, "cuda:0")
+    requests, _ = maps_between(one, record("w2"))
+    assert requests.targets == {"cuda:0": "cuda:0"}
 
 
 def test_answers_take_the_inverse_of_the_callers_map() -> None:
     caller = record("w0", maps={"w1": {"cuda:0": "cuda:1", "cpu": "cuda:0"}})
-    maps = maps_between(record("w1"), caller)
-    assert maps is not None
-    assert maps[0].targets == {}
-    assert maps[1].targets == {"cuda:1": "cuda:0", "cuda:0": "cpu"}
+    requests, answers = maps_between(record("w1"), caller)
+    assert requests.targets == {}
+    assert answers.targets == {"cuda:1": "cuda:0", "cuda:0": "cpu"}
 
 
 def test_the_first_of_the_callees_devices_is_current_if_a_map_names_several() -> None:
     caller = record("w0", maps={"w1": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
     for devices, current in (([], "cuda:0"), (["cuda:1", "cuda:0"], "cuda:1")):
-        maps = maps_between(caller, record("w1", devices=devices))
-        assert maps is not None
-        assert maps[0].current == current
+        requests, _ = maps_between(caller, record("w1", devices=devices))
+        assert requests.current == current
 
 
 def test_workers_without_devices_have_no_maps() -> None:
@@ -128,10 +109,8 @@ def test_what_a_record_says_of_devices_arrives() -> None:
     assert found == DeviceSettings(TWO, {"*": {"cpu": "cuda:1"}}, ["cuda:1"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["x", "[]", "[1, 2, 3]", '[{"cuda": "x"}, {}, []]', '[{}, {"w": 1}, []]', '[{}, {}, ["no"]]'],
-)
-def test_a_record_with_damaged_devices_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="a peer record has wrong devices"):
-        PeerRecord.parse(replace(record("w0"), devices=text).dump())
+def test_a_record_with_damaged_devices_is_refused() -> None:
+    few = "x", "[]", "[1, 2, 3]", '[{"cuda": "x"}, {}, []]'
+    for text in (*few, '[{}, {"w": 1}, []]', '[{}, {}, ["no"]]'):
+        with pytest.raises(ValueError, match="a peer record has wrong devices"):
+            PeerRecord.parse(replace(record("w0"), devices=text).dump())

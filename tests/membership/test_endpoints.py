@@ -19,7 +19,10 @@ from torch.distributed import HashStore
 import zrpc
 import zrpc.bootstrap
 import zrpc.membership.endpoints
+from tests.support.listeners import listeners
 from tests.support.records import peer_record
+from tests.support.threads import start_all
+from tests.support.waiting import SOON
 from zrpc.bootstrap import join_mesh
 from zrpc.errors import AuthenticationError, OptionError, RpcError
 from zrpc.membership.endpoints import Meeting, listen_if_needed
@@ -30,7 +33,6 @@ from zrpc.transport.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-SOON = 10.0
 SECRET = ClusterSecret(new_secret())
 
 
@@ -47,45 +49,20 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(zrpc.bootstrap, key, lambda *_: threading.current_thread().name)
 
 
-class Started:
-    """Agents, each started in a thread that is named for its host; or their errors."""
-
-    def __init__(
-        self,
-        *options: dict[str, Any],
-        secret: ClusterSecret | None = SECRET,
-        size: int | None = None,
-    ) -> None:
-        self.outcomes = [None] * len(options)
-        self._store, self._secret = HashStore(), secret
-        threads = [
-            threading.Thread(target=self._start, args=(rank, chosen), name=f"boot{rank}/dir")
-            for rank, chosen in enumerate(options)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(2 * SOON)
-            assert not thread.is_alive()
-
-    def _start(self, rank: int, options: dict[str, Any]) -> None:
-        try:
-            self.outcomes[rank] = join_mesh(
-                f"w{rank}",
-                rank=rank,
-                world_size=len(self.outcomes),
-                store=self._store,
-                options=ZmqRpcBackendOptions(**{"init_timeout": SOON, **options}),
-                secret=self._secret,
-            )
-        except Exception as error:
-            self.outcomes[rank] = error
-
-    def __enter__(self) -> list[Any]:
-        return self.outcomes
-
-    def __exit__(self, *_: object) -> None:
-        for outcome in self.outcomes:
+@contextlib.contextmanager
+def started(*options: dict[str, Any], secret: ClusterSecret | None = SECRET) -> Iterator[list[Any]]:
+    """The agents of w0, w1 ..., with options for each; or their errors."""
+    how = {"world_size": len(options), "store": HashStore(), "secret": secret}
+    chosen = [ZmqRpcBackendOptions(**{"init_timeout": SOON, **own}) for own in options]
+    calls = [
+        partial(join_mesh, f"w{rank}", rank=rank, options=own, **how)
+        for rank, own in enumerate(chosen)
+    ]
+    outcomes = start_all(calls, 2 * SOON)()
+    try:
+        yield outcomes
+    finally:
+        for outcome in outcomes:
             if not isinstance(outcome, Exception):
                 outcome.close()
 
@@ -95,21 +72,6 @@ def talk(agents: Sequence[Any]) -> None:
         assert zrpc.rpc_sync(1, torch.add, (torch.ones(3), 1)).tolist() == [2, 2, 2]
     with agents[1].as_current():
         assert zrpc.rpc_sync(0, max, (1, 2)) == 2
-
-
-def listeners() -> set[tuple[str, str]]:
-    """The local addresses and sockets on which this process listens for tcp."""
-    inodes = set()
-    for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{fd}").removeprefix("socket:[").rstrip("]"))
-    found = set()
-    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with open(name) as file:
-            rows = [line.split() for line in file][1:]
-        listening = [row for row in rows if row[3] == "0A" and row[9] in inodes]
-        found |= {(row[1].split(":")[0], row[9]) for row in listening}
-    return found
 
 
 def refuses(outcomes: Sequence[Any], kind: type[Exception], *texts: str) -> None:
@@ -122,34 +84,24 @@ def refuses(outcomes: Sequence[Any], kind: type[Exception], *texts: str) -> None
 # -- one host ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("security", ["auto", "none"])
-def test_one_host_needs_no_secret_and_no_port(security: str) -> None:
+def test_one_host_needs_no_secret_and_no_port_unless_they_are_required() -> None:
     before = listeners()
-    with Started({"security": security}, {"security": security}, secret=None) as agents:
-        talk(agents)
+    for security in ("auto", "none"):
+        with started({"security": security}, {"security": security}, secret=None) as agents:
+            talk(agents)
+            assert listeners() == before
+    with started({"transport": "tcp"}, secret=None) as [agent], agent.as_current():
+        assert zrpc.rpc_sync(0, max, (1, 2)) == 2  # alone
         assert listeners() == before
-
-
-def test_a_secret_can_be_required_of_one_host_too() -> None:
-    with Started({"security": "required"}, {"security": "required"}, secret=None) as outcomes:
+    with started({"security": "required"}, {"security": "required"}, secret=None) as outcomes:
         text = "security='required' needs a cluster secret: make a file"
         refuses(outcomes, AuthenticationError, text)
-    with Started({"security": "required"}, {"security": "auto"}) as agents:
+    with started({"security": "required"}, {"security": "auto"}) as agents:
         talk(agents)
-
-
-def test_tcp_without_a_secret_is_refused_on_one_host_too() -> None:
     for security in ("auto", "required"):
         options = {"transport": "tcp", "security": security}
-        with Started(options, options, secret=None) as outcomes:
+        with started(options, options, secret=None) as outcomes:
             refuses(outcomes, AuthenticationError, "zrpc secret")
-
-
-def test_a_single_worker_needs_no_secret() -> None:
-    before = listeners()
-    with Started({"transport": "tcp"}, secret=None) as [agent], agent.as_current():
-        assert zrpc.rpc_sync(0, max, (1, 2)) == 2
-        assert listeners() == before
 
 
 def test_tcp_on_one_host_listens_on_loopback_only(
@@ -161,7 +113,7 @@ def test_tcp_on_one_host_listens_on_loopback_only(
         before = listeners()
         secret = None if security == "none" else SECRET
         options = {"security": security}
-        with Started({"transport": "tcp", **options}, options, secret=secret) as agents:
+        with started({"transport": "tcp", **options}, options, secret=secret) as agents:
             talk(agents)
             assert {address for address, _ in listeners() - before} == {"0100007F"}
     warnings = [r for r in caplog.records if "neither encrypted nor authenticated" in r.message]
@@ -169,7 +121,7 @@ def test_tcp_on_one_host_listens_on_loopback_only(
 
 
 def test_all_workers_must_agree_on_security_none() -> None:
-    with Started({"transport": "tcp", "security": "none"}, {"transport": "tcp"}) as outcomes:
+    with started({"transport": "tcp", "security": "none"}, {"transport": "tcp"}) as outcomes:
         text = "WorkerInfo(id=0, name=w0) talks in the clear"
         other = "but WorkerInfo(id=1, name=w1) does not"
         refuses(outcomes, AuthenticationError, text, other)
@@ -182,9 +134,9 @@ def test_an_unknown_security() -> None:
 
 def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(zrpc.membership.endpoints, "supports_curve", lambda: False)
-    with Started({"security": "none"}, {"security": "none"}) as agents:
+    with started({"security": "none"}, {"security": "none"}) as agents:
         talk(agents)
-    with Started({"security": "auto"}, {"security": "required"}) as outcomes:
+    with started({"security": "auto"}, {"security": "required"}) as outcomes:
         refuses(outcomes, AuthenticationError, "install pyzmq from its wheels")
 
 
@@ -192,22 +144,15 @@ def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hosts")
-def test_several_hosts_without_a_secret_get_instructions() -> None:
-    with Started({}, {}, secret=None) as outcomes:
+def test_several_hosts_get_instructions_if_they_do_not_reach_each_other() -> None:
+    with started({}, {}, secret=None) as outcomes:
         advice = "make a file with `zrpc secret FILE`, copy it to each host"
         refuses(outcomes, AuthenticationError, "they are on 2 hosts", advice, "ZRPC_SECRET_FILE")
-
-
-@pytest.mark.usefixtures("hosts")
-def test_an_address_that_other_hosts_cannot_reach_is_an_error() -> None:
-    with Started({}, {}) as outcomes:
+    with started({}, {}) as outcomes:
         refuses(outcomes, RpcError, "listens on tcp://127.0.0.1:", "set ZRPC_IFACE there")
-
-
-@pytest.mark.usefixtures("hosts")
-def test_all_learn_at_once_why_one_of_them_does_not_listen() -> None:
+    # All learn at once why one of them does not listen.
     text = "transport='ipc' needs all workers on one"
-    with Started({"init_timeout": 100.0}, {"transport": "ipc"}) as outcomes:
+    with started({"init_timeout": 100.0}, {"transport": "ipc"}) as outcomes:
         assert text in str(outcomes[1])
         told = "publish where they listen, but WorkerInfo(id=1, name=w1) on"
         refuses(outcomes[:1], RpcError, told, f"failed: {text}")
@@ -216,24 +161,16 @@ def test_all_learn_at_once_why_one_of_them_does_not_listen() -> None:
 # -- interfaces ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("interfaces", "texts"),
-    [
-        (["*", "0.0.0.0", "::", "[::]"], ["never listens on all of them"]),
-        (
-            ["nosuchthing0", "203.0.113.7", "a b"],
-            ["can't listen on {} (", "set ZRPC_IFACE to the name or the address"],
-        ),
-    ],
-    ids=["all", "missing"],
-)
-def test_an_interface_that_is_refused(
-    monkeypatch: pytest.MonkeyPatch, interfaces: list[str], texts: list[str]
-) -> None:
-    for interface in interfaces:
-        monkeypatch.setenv("ZRPC_IFACE", interface)
-        with Started({"transport": "tcp"}, {"transport": "tcp"}) as outcomes:
-            refuses(outcomes, RpcError, *(text.format(interface) for text in texts))
+def test_an_interface_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    advice = "set ZRPC_IFACE to the name or the address"
+    for interfaces, texts in (
+        (("*", "0.0.0.0", "::", "[::]"), ["never listens on all of them"]),
+        (("nosuchthing0", "203.0.113.7", "a b"), ["can't listen on {} (", advice]),
+    ):
+        for interface in interfaces:
+            monkeypatch.setenv("ZRPC_IFACE", interface)
+            with started({"transport": "tcp"}, {"transport": "tcp"}) as outcomes:
+                refuses(outcomes, RpcError, *(text.format(interface) for text in texts))
 
 
 # -- ports ---------------------------------------------------------------------------------
@@ -256,26 +193,20 @@ def neighbours() -> Iterator[tuple[int, list[socket.socket]]]:
     pytest.fail("no three consecutive ports are free")
 
 
-def ports(agents: Sequence[Any]) -> list[int]:
-    return sorted(int(agent.network.tcp_endpoint.rpartition(":")[2]) for agent in agents)
-
-
-@pytest.mark.parametrize("by", ["option", "variable"])
 def test_workers_listen_on_the_free_ports_of_a_range(
-    neighbours: tuple[int, list[socket.socket]], monkeypatch: pytest.MonkeyPatch, by: str
+    neighbours: tuple[int, list[socket.socket]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, listening = neighbours
     for other in listening[1:]:
         other.close()
-    options = {"transport": "tcp"}
-    if by == "option":
-        monkeypatch.setenv("ZRPC_PORT_RANGE", "1-2")  # the option counts
-        options["port_range"] = f"{first}-{first + 2}"
-    else:
-        monkeypatch.setenv("ZRPC_PORT_RANGE", f" {first} - {first + 2} ")
-    with Started(options, options) as agents:
-        talk(agents)
-        assert ports(agents) == [first + 1, first + 2]
+    option = {"transport": "tcp", "port_range": f"{first}-{first + 2}"}
+    # The option counts.
+    for options, variable in ((option, "1-2"), ({"transport": "tcp"}, f" {first} - {first + 2} ")):
+        monkeypatch.setenv("ZRPC_PORT_RANGE", variable)
+        with started(options, options) as agents:
+            talk(agents)
+            ports = {int(agent.network.tcp_endpoint.rpartition(":")[2]) for agent in agents}
+            assert ports == {first + 1, first + 2}
 
 
 def test_a_range_with_too_few_free_ports(neighbours: tuple[int, list[socket.socket]]) -> None:
@@ -283,12 +214,12 @@ def test_a_range_with_too_few_free_ports(neighbours: tuple[int, list[socket.sock
     first, listening = neighbours
     full = f"expected a free TCP port from {first} to {{}} on 127.0.0.1, found all {{}} of them in"
     options = {"transport": "tcp", "port_range": f"{first}-{first + 2}", "init_timeout": 100.0}
-    with Started(options, options) as outcomes:
+    with started(options, options) as outcomes:
         advice = "use: give port_range or ZRPC_PORT_RANGE more"
         refuses(outcomes, RpcError, full.format(first + 2, 3), advice)
     listening[0].close()
     options["port_range"] = str(first)
-    with Started(options, options) as outcomes:
+    with started(options, options) as outcomes:
         texts = sorted(str(error) for error in outcomes)
         assert texts[0].startswith(full.format(first, 1))
         assert "expected all workers to publish where they listen, but WorkerInfo(" in texts[1]
@@ -300,7 +231,7 @@ def test_a_malformed_range_in_the_environment_is_an_error_without_tcp_too(
 ) -> None:
     for text in ("20000:20100", "20100-20000", "0", "65536", "-1", "any"):
         monkeypatch.setenv("ZRPC_PORT_RANGE", text)
-        with Started({}) as outcomes:
+        with started({}) as outcomes:
             told = "ZRPC_PORT_RANGE must be the first and the last TCP port"
             example = f"such as '20000-20100', from 1 to 65535, but got {text!r}"
             refuses(outcomes, OptionError, told, example)
@@ -347,6 +278,6 @@ def test_more_workers_on_a_host_than_descriptors_are_refused_with_the_number(
     """Otherwise libzmq would abort the process when they all connect."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 250)
-    with Started({}, {}) as outcomes:
+    with started({}, {}) as outcomes:
         text = "1 other worker(s) on its host, found 256: raise it with `ulimit -n`"
         refuses(outcomes, RpcError, "expected a limit of 296 file descriptors or more", text)

@@ -29,18 +29,14 @@ ELSEWHERE = ("127.0.0.1", 81)
 Setting = Callable[..., None]
 
 
+VARIABLES = """ZRPC_TRACE ZRPC_LAUNCHED ZRPC_WORKER_NAME ZRPC_STORE_DIR ZRPC_MAX_RESTARTS RANK
+    WORLD_SIZE MASTER_ADDR MASTER_PORT LOCAL_WORLD_SIZE TORCHELASTIC_RESTART_COUNT
+    TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_RUN_ID"""
+
+
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
-    """Sets variables; those that are None are removed."""
-    names = (
-        "ZRPC_TRACE",
-        "ZRPC_LAUNCHED",
-        "ZRPC_WORKER_NAME",
-        "ZRPC_STORE_DIR",
-        "ZRPC_MAX_RESTARTS",
-    )
-    more = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE", "ZRPC_TRACE")
-    torchruns = ("RESTART_COUNT", "MAX_RESTARTS", "USE_AGENT_STORE", "RUN_ID")
+    """Sets variables; those that are None are removed, and at first all are."""
 
     def setting(**variables: str | None) -> None:
         for name, value in variables.items():
@@ -49,7 +45,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> Setting:
             else:
                 monkeypatch.setenv(name, value)
 
-    setting(**dict.fromkeys([*names, *more, *(f"TORCHELASTIC_{name}" for name in torchruns)]))
+    setting(**dict.fromkeys(VARIABLES.split()))
     return setting
 
 
@@ -93,20 +89,15 @@ def test_a_name_server_is_asked_only_for_a_master_that_is_not_set(
     assert asked == ["once"]
 
 
-def test_a_missing_master_says_what_was_looked_for(
-    setting: Setting,
-) -> None:
+def test_a_missing_master_or_rank_says_what_was_looked_for(setting: Setting) -> None:
+    with pytest.raises(RendezvousError, match=r"looked for RANK, .*; found none"):
+        resolve_rank("env://", -1, 2)
     setting(OMPI_COMM_WORLD_RANK="1")
     with pytest.raises(
         RendezvousError,
         match=r"looked for MASTER_ADDR.*SLURM_STEP_NODELIST.*found OMPI_COMM_WORLD_RANK='1'$",
     ):
         master("env://")
-
-
-def test_a_missing_rank_is_named(setting: Setting) -> None:
-    with pytest.raises(RendezvousError, match=r"looked for RANK, .*; found none"):
-        resolve_rank("env://", -1, 2)
 
 
 def test_without_a_world_size_a_mesh_is_elastic(setting: Setting) -> None:
@@ -117,9 +108,7 @@ def test_without_a_world_size_a_mesh_is_elastic(setting: Setting) -> None:
     assert resolve_rank("env://", -1, None) == (2, None)
 
 
-def test_restarts_count_only_if_workers_are_restarted_one_by_one(
-    setting: Setting,
-) -> None:
+def test_restarts_count_only_if_workers_are_restarted_one_by_one(setting: Setting) -> None:
     assert restart_count(4) is None
     assert restart_count(None) == 0
     setting(TORCHELASTIC_RESTART_COUNT="2")
@@ -132,41 +121,28 @@ def test_restarts_count_only_if_workers_are_restarted_one_by_one(
         restart_count(4)
 
 
-@pytest.mark.parametrize(("rank", "size"), [(2, 2), (5, 2), (0, 0), (1 << 15, None)])
-def test_a_rank_must_fit(setting: Setting, rank: int, size: int | None) -> None:
-    with pytest.raises(ValueError, match=f"got rank={rank} and world_size={size}"):
-        resolve_rank("env://", rank, size)
+def test_a_rank_must_fit_and_be_a_number(setting: Setting) -> None:
+    for rank, size in ((2, 2), (5, 2), (0, 0), (1 << 15, None)):
+        with pytest.raises(ValueError, match=f"got rank={rank} and world_size={size}"):
+            resolve_rank("env://", rank, size)
+    for text in ("", "  ", "three"):
+        setting(RANK=text, WORLD_SIZE="2")
+        with pytest.raises(RendezvousError, match="rank"):
+            resolve_rank("env://", -1, None)
 
 
-@pytest.mark.parametrize("text", ["", "  ", "three"])
-def test_a_variable_that_is_not_a_number(setting: Setting, text: str) -> None:
-    setting(RANK=text, WORLD_SIZE="2")
-    with pytest.raises(RendezvousError, match="rank"):
-        resolve_rank("env://", -1, None)
-
-
-def test_the_masters_host(setting: Setting) -> None:
+def test_the_masters_address(setting: Setting) -> None:
     assert master_host("tcp://10.0.0.7:99") == "10.0.0.7"
     assert master_host("tcp://[::1]:99") == "::1"
-    setting(MASTER_ADDR="master", MASTER_PORT="1")
-    assert master_host("env://") == "master"
     assert master_host("file:///x")
-
-
-def test_the_masters_address_may_be_in_brackets(setting: Setting) -> None:
-    setting(MASTER_ADDR="[::1]", MASTER_PORT="80")
+    setting(MASTER_ADDR="[::1]", MASTER_PORT="80")  # it may be in brackets
     assert master("env://") == ("::1", 80)
-
-
-def test_a_port_that_does_not_exist(setting: Setting) -> None:
     setting(MASTER_ADDR="master", MASTER_PORT="65536")
     with pytest.raises(RendezvousError, match="up to 65535 in MASTER_PORT, found 65536"):
         master("env://")
 
 
-def test_workers_of_one_launcher_meet_in_its_directory(
-    setting: Setting,
-) -> None:
+def test_workers_of_one_launcher_meet_in_its_directory(setting: Setting) -> None:
     here = ("127.0.0.1", 80)
     assert private_file("env://", here, 2) is None
     setting(ZRPC_STORE_DIR="/run/x")
@@ -190,38 +166,25 @@ def worker(*, restarts: int = 0, elastic: bool = False) -> dict[str, str]:
 
 def test_variables_count_for_the_worker_that_they_were_made_for(setting: Setting) -> None:
     setting(**worker())
-    assert resolve_name(None, 1, 3) == "trainer1"
+    assert resolve_name(None, 1, 3) == resolve_name(None, 1, 3, "tcp://localhost:80") == "trainer1"
     assert private_file("env://", HERE, 3) == "/run/x/store-80"
     assert private_file("env://", ("localhost", 80), 3) == "/run/x/store-80"
     assert restart_count(3, 1) is None
     assert local_world_size(3) == 3
 
 
-@pytest.mark.parametrize(
-    ("rank", "size", "own"),
-    [
-        (0, 3, {}),
-        (1, 2, {}),
-        (1, None, {}),
-        (None, 3, {}),
-        (1, 3, {"MASTER_PORT": "81"}),
-        (1, 3, {"MASTER_ADDR": "10.0.0.1"}),
-    ],
-)
-def test_name_does_not_count_for_another_rank_or_mesh(
-    setting: Setting, rank: int | None, size: int | None, own: dict[str, str]
-) -> None:
-    setting(**{**worker(), **own})
-    if rank is not None:
-        assert resolve_name(None, rank, size) == f"worker{rank}"
-    assert not launched().is_worker((own.get("MASTER_ADDR", HERE[0]), 81), size, rank)
-
-
-@pytest.mark.parametrize("init_method", ["file:///x", "tcp://127.0.0.1:81"])
-def test_name_does_not_count_at_another_meeting_place(setting: Setting, init_method: str) -> None:
+def test_a_name_does_not_count_for_another_rank_or_mesh(setting: Setting) -> None:
+    for rank, size, own in (
+        *((0, 3, {}), (1, 2, {}), (1, None, {}), (None, 3, {})),
+        *((1, 3, {"MASTER_PORT": "81"}), (1, 3, {"MASTER_ADDR": "10.0.0.1"})),
+    ):
+        setting(**{**worker(), **own})
+        if rank is not None:
+            assert resolve_name(None, rank, size) == f"worker{rank}"
+        assert not launched().is_worker((own.get("MASTER_ADDR", HERE[0]), 81), size, rank)
     setting(**worker())
-    assert resolve_name(None, 1, 3, init_method) == "worker1"
-    assert resolve_name(None, 1, 3, "tcp://localhost:80") == "trainer1"
+    for elsewhere in ("file:///x", "tcp://127.0.0.1:81"):
+        assert resolve_name(None, 1, 3, elsewhere) == "worker1"
 
 
 def test_what_was_set_since_counts(setting: Setting) -> None:
@@ -232,15 +195,12 @@ def test_what_was_set_since_counts(setting: Setting) -> None:
     assert local_world_size(8) == 7
 
 
-def test_store_in_a_file_is_that_of_one_mesh(setting: Setting) -> None:
+def test_the_store_is_that_of_one_mesh(setting: Setting) -> None:
     setting(**worker())
     assert private_file("env://", HERE, 2) == "/run/x/store-80-2"
     assert private_file("env://", ELSEWHERE, 3) == "/run/x/store-81"
     assert private_file("env://", ELSEWHERE, 2) is None  # others may be in it
-
-
-def test_store_of_the_launcher_is_only_at_its_address(setting: Setting) -> None:
-    setting(**worker(restarts=2))
+    setting(**worker(restarts=2))  # the launcher hosts it
     assert agent_store(HERE)
     assert not agent_store(ELSEWHERE)
     setting(TORCHELASTIC_RUN_ID="none")  # torchrun has set both again
@@ -277,11 +237,11 @@ def test_without_a_launcher_all_variables_count(setting: Setting) -> None:
     assert restart_count(9, 4) == 0
 
 
-@pytest.mark.parametrize("text", ["", "{"])
-def test_spoiled_variable_counts_as_none(text: str) -> None:
-    variables = {"ZRPC_LAUNCHED": text, "ZRPC_WORKER_NAME": "mine"}
-    assert launched(variables).get("ZRPC_WORKER_NAME", False) == "mine"
-    assert without_launcher(variables) == {"ZRPC_WORKER_NAME": "mine"}
+def test_spoiled_variable_counts_as_none() -> None:
+    for text in ("", "{"):
+        variables = {"ZRPC_LAUNCHED": text, "ZRPC_WORKER_NAME": "mine"}
+        assert launched(variables).get("ZRPC_WORKER_NAME", False) == "mine"
+        assert without_launcher(variables) == {"ZRPC_WORKER_NAME": "mine"}
 
 
 def test_a_launcher_in_a_worker_starts_from_what_the_first_one_had(
@@ -289,10 +249,6 @@ def test_a_launcher_in_a_worker_starts_from_what_the_first_one_had(
 ) -> None:
     monkeypatch.setattr("os.environ", {**worker(restarts=2), "MINE": "1", "RANK": "changed"})
     found = base_environment(1, {"ZRPC_SECRET_FILE": "x"})
-    assert found == {
-        "MINE": "1",
-        "RANK": "changed",
-        "ZRPC_RUNTIME_DIR": "/run",
-        "ZRPC_SECRET_FILE": "x",
-    }
+    kept = {"MINE": "1", "RANK": "changed"}
+    assert found == {**kept, "ZRPC_RUNTIME_DIR": "/run", "ZRPC_SECRET_FILE": "x"}
     assert json.loads(worker()["ZRPC_LAUNCHED"])["ZRPC_WORKER_NAME"] == "trainer1"

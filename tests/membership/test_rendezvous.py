@@ -7,7 +7,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from tests.support.records import peer_record
 from tests.support.stores import RecordingStore
 from tests.support.threads import start_all
-from tests.support.waiting import until
+from tests.support.waiting import SOON, pending, until
 from zrpc.errors import AuthenticationError, OptionError, RendezvousError
 from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord, own_version
@@ -27,8 +27,8 @@ from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
-SOON = 10.0
 TIMING = RendezvousTiming()
+QUICK = RendezvousTiming(look_seconds=0.01, look_seconds_per_rank=0.001)
 Connect = Callable[[], dist.Store]
 _starts = itertools.count()
 
@@ -69,26 +69,16 @@ def start(
 
 @every_store
 def test_all_see_the_same_records_and_where_each_listens(connect: Connect) -> None:
-    for size in (1, 2, 7):
+    """The store outlives a mesh, as torchrun's does: the next one does not use its records."""
+    for size in (1, 7, 3, 2):
         records = [record(rank, size) for rank in range(size)]
+        early = start(connect, records[1:-1], listen=lambda found: f"not 0 of {len(found)}")
         found = start(connect, records[:1], listen=lambda found: f"0 of {len(found)}")
-        late = start(connect, records[1:], listen=lambda found: f"not 0 of {len(found)}")
+        late = start(connect, records[1:][-1:], listen=lambda found: f"not 0 of {len(found)}")
         listening = [
             replace(each, endpoint=f"{'not ' * bool(each.rank)}0 of {size}") for each in records
         ]
-        assert found() + late() == [listening] * size
-
-
-@every_store
-@pytest.mark.system
-def test_records_of_an_earlier_mesh_are_not_used(connect: Connect) -> None:
-    # The store outlives the mesh, as torchrun's does.
-    earlier = [record(rank, 3) for rank in range(3)]
-    start(connect, earlier)()
-    records = [record(rank, 3) for rank in range(3)]
-    first = start(connect, records[:2])  # they see an old record of rank 2
-    assert start(connect, records[2:])() == [records]
-    assert first() == [records] * 2
+        assert found() + early() + late() == [listening] * size
 
 
 @every_store
@@ -103,59 +93,40 @@ def test_a_worker_that_tries_again_while_others_wait(connect: Connect) -> None:
     assert first() == [waiting + others]
 
 
-def answer(entries: SignedStore, leader: PeerRecord, rank: int) -> int:
-    """Returns the number of the roster that a worker has answered; -1 if it has answered none."""
-    return Arrival.parse(entries.get(f"record/{leader.token}/{rank}")).answers
+def write_roster(entries: SignedStore, records: list[PeerRecord]) -> None:
+    roster = json.dumps(["roster", *(each.dump() for each in records)])
+    entries.set(f"roster/{records[0].token}/0", roster)
 
 
-class PlayedHost:
-    """Hosts the store, and plays all ranks but 1, which meets there."""
-
-    def __init__(self, size: int, own_size: int | None = None) -> None:
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.entries = SignedStore(self._store, None)
-        port = self._store.port
-        self.records = [record(rank, size) for rank in range(size)]
-        self.token = self.records[0].token
-        self.entries.set("leader", self.records[0].dump())
-        self.own = record(1, own_size) if own_size else self.records[1]
-        self.outcome = start(
-            lambda: dist.TCPStore("127.0.0.1", port, is_master=False), [self.own], 3 * SOON
-        )
-        self.entries.get(f"record/{self.token}/1")  # waits for it
-
-    def write_roster(self) -> None:
-        values = [each.dump() for each in self.records]
-        self.entries.set(f"roster/{self.token}/0", json.dumps(["roster", *values]))
-        until(lambda: answer(self.entries, self.records[0], 1) == 0)
-
-    def end(self) -> Any:
-        del self.entries, self._store
-        begun = time.monotonic()
-        [outcome] = self.outcome()
-        assert time.monotonic() - begun < SOON
-        return outcome
+def await_answer(entries: SignedStore, leader: PeerRecord, rank: int) -> None:
+    """Waits until a worker has answered the first roster."""
+    key = f"record/{leader.token}/{rank}"
+    until(lambda: Arrival.parse(entries.get(key)).answers == 0)
 
 
-def test_a_host_that_exits_before_it_knows_that_all_have_met() -> None:
-    host = PlayedHost(3)
-    host.write_roster()
-    error = host.end()
-    assert isinstance(error, RendezvousError)
-    assert not isinstance(error, StoreLost)
-    assert f"which is {host.records[0].info}, or the launcher" in str(error)
-
-
-def test_a_host_that_exits_and_may_be_that_of_an_earlier_mesh() -> None:
-    assert isinstance(PlayedHost(2).end(), StoreLost)
-
-
-def test_a_host_of_another_world_size_that_exits_first() -> None:
-    """The sizes explain more than the loss of the store does."""
-    error = PlayedHost(2, own_size=3).end()
-    assert isinstance(error, StoreLost)
-    assert "expects a world of 2 workers, but worker" in str(error)
-    assert "one of 3; then the store was lost" in str(error)
+@pytest.mark.parametrize(("size", "rosters"), [(3, 1), (2, 0), (3, 0)])
+def test_a_host_of_the_store_that_exits_first(size: int, rosters: int) -> None:
+    """It is played, as are all others but rank 1. It may be that of an earlier mesh of three."""
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    entries, records = SignedStore(host, None), [record(rank, 3) for rank in range(3)]
+    own = records[1] if rosters else record(1, size)
+    entries.set("leader", records[0].dump())
+    outcome = start(lambda: client, [own], 3 * SOON)
+    entries.get(f"record/{records[0].token}/1")  # waits for it
+    if rosters:
+        write_roster(entries, records)
+        await_answer(entries, records[0], 1)
+    begun = time.monotonic()
+    del entries, host
+    [error] = outcome()
+    assert time.monotonic() - begun < SOON
+    assert type(error) is (RendezvousError if rosters else StoreLost)
+    if rosters:
+        assert f"which is {records[0].info}, or the launcher" in str(error)
+    if size == 2:  # the sizes explain more than the loss of the store does
+        assert "expects a world of 3 workers, but worker" in str(error)
+        assert "one of 2; then the store was lost" in str(error)
 
 
 def test_the_ranks_that_are_missing_are_told_to_workers_that_would_wait_for_longer() -> None:
@@ -185,25 +156,16 @@ def test_missing_ranks_are_named_at_the_deadline(connect: Connect) -> None:
 
 
 @pytest.mark.system
-def test_workers_that_left_again_are_named(connect: Connect) -> None:
-    first = record(0, 3)
+def test_workers_that_left_again_or_are_from_an_earlier_run_are_named(connect: Connect) -> None:
+    first = record(0, 3, name="old")
     waiting = start(connect, [first], timeout=1.0)
-    [outcome] = start(connect, [record(1, 3, name="gone")], timeout=0.1)()
-    assert isinstance(outcome, RendezvousError)
+    start(connect, [record(1, 3, name="gone")], timeout=0.1)()
     SignedStore(connect(), None).set(f"record/{first.token}/2", Arrival(record(2, 3)).dump())
-    [error] = waiting()
-    assert isinstance(error, RendezvousError)
-    assert "WorkerInfo(id=1, name=gone)" in str(error)
-    assert "left again, do not answer, or are from an earlier run" in str(error)
-
-
-@pytest.mark.system
-def test_a_rank_0_of_an_earlier_run_is_named(connect: Connect) -> None:
-    start(connect, [record(0, 2, name="old"), record(1, 2)])()
-    [error] = start(connect, [record(1, 2)], timeout=0.2)()
-    assert isinstance(error, RendezvousError)
-    assert "WorkerInfo(id=0, name=old)" in str(error)
-    assert "left again, do not answer, or are from an earlier run" in str(error)
+    errors = waiting() + start(connect, [record(1, 3)], timeout=0.2)()
+    for error, who in zip(errors, ("id=1, name=gone", "id=0, name=old"), strict=True):
+        assert isinstance(error, RendezvousError)
+        assert f"WorkerInfo({who})" in str(error)
+        assert "left again, do not answer, or are from an earlier run" in str(error)
 
 
 @pytest.mark.system
@@ -247,9 +209,8 @@ def test_a_worker_that_can_not_listen_is_named(connect: Connect) -> None:
     assert isinstance(own, AuthenticationError)
     for error in other():
         assert isinstance(error, RendezvousError)
-        assert "expected all workers to publish where they listen, but WorkerInfo(id=2," in str(
-            error
-        )
+        told = "expected all workers to publish where they listen, but WorkerInfo(id=2,"
+        assert told in str(error)
         assert "on node0 failed: these can't form a mesh" in str(error)
 
 
@@ -289,52 +250,26 @@ def test_no_worker_joins_without_one_that_gives_up_once_all_have_come(
     assert waiting() == [met] * 2
 
 
-@every_store
-def test_a_rank_0_that_is_started_again_is_met(connect: Connect) -> None:
-    """It was killed while the others waited for it, or for others; its store goes on."""
-    entries, killed = SignedStore(connect(), None), record(0, 3)
-    entries.set("leader", killed.dump())
-    others = [record(1, 3), record(2, 3)]
-    waiting = start(connect, others, timing=QUICK)
-    keys = [f"record/{killed.token}/{rank}" for rank in (1, 2)]
-    until(lambda: entries.check(keys))
-    roster = [each.dump() for each in (killed, *others)]
-    entries.set(f"roster/{killed.token}/0", json.dumps(["roster", *roster]))
-    until(lambda: all(answer(entries, killed, rank) == 0 for rank in (1, 2)))
-    again = record(0, 3)
-    assert start(connect, [again])() + waiting() == [[again, *others]] * 3
-
-
-def start_and_take_part_by_hand(
-    connect: Connect, timing: RendezvousTiming = TIMING, hook: str = "check"
-) -> tuple[Callable[[], list[Any]], Callable[[], None]]:
-    """Starts rank 0, and plays rank 1 until it reads why there is no mesh."""
-    first, second = record(0, 2), record(1, 2)
+@pytest.mark.system
+@pytest.mark.parametrize("hook", ["check", "listen"])
+@pytest.mark.parametrize("lives", [True, False])
+def test_rank_0_stays_until_those_that_live_have_read_why(
+    connect: Connect, hook: str, lives: bool
+) -> None:
+    # It might close the store, and the others would report a lost connection.
+    timing = TIMING if lives else RendezvousTiming(failure_read_seconds=0.1)
+    entries, first, second = SignedStore(connect(), None), record(0, 2), record(1, 2)
     finish = start(connect, [first], timing=timing, **{hook: refuse})
-    entries = SignedStore(connect(), None)
     entries.set(f"record/{first.token}/1", Arrival(second).dump())
     entries.get(f"roster/{first.token}/0")  # waits for it
     entries.set(f"record/{first.token}/1", Arrival(second, answers=0).dump())
     until(lambda: entries.check([f"roster/{first.token}/1"]))  # rank 0 knows
-    return finish, lambda: entries.set(f"heard/{first.token}/1", "1")
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("hook", ["check", "listen"])
-def test_rank_0_stays_until_the_others_have_read_why(connect: Connect, hook: str) -> None:
-    # It might close the store, and the others would report a lost connection.
-    finish, read = start_and_take_part_by_hand(connect, hook=hook)
     with ThreadPoolExecutor(1) as thread:
         outcome = thread.submit(finish)
-        assert not wait([outcome], 0.2).done
-        read()
+        if lives:
+            assert pending(outcome, 0.2)
+            entries.set(f"heard/{first.token}/1", "1")
         [error] = outcome.result(SOON)
-    assert "these can't form a mesh" in str(error)
-
-
-def test_rank_0_does_not_wait_for_dead_workers(connect: Connect) -> None:
-    finish, _ = start_and_take_part_by_hand(connect, RendezvousTiming(failure_read_seconds=0.1))
-    [error] = finish()
     assert "these can't form a mesh" in str(error)
 
 
@@ -352,9 +287,6 @@ def test_rank_0_twice() -> None:
     places = r"first \(pid 0 on node0\) and second \(pid 0 on node0\) both have it"
     assert re.search(rf"rank 0 is not unique: workers {places}", str(error))
     assert others() == last()
-
-
-QUICK = RendezvousTiming(look_seconds=0.01, look_seconds_per_rank=0.001)
 
 
 @pytest.mark.system
@@ -407,25 +339,25 @@ def test_a_worker_that_waits_for_too_long_when_all_others_have_met(connect: Conn
         return "slow"
 
     late = start(connect, records[1:], timeout=0.5, listen=listen)
-    roster = [each.dump() for each in records]
-    entries.set(f"roster/{token}/0", json.dumps(["roster", *roster]))
+    write_roster(entries, records)
     assert late() == [[records[0], replace(records[1], endpoint="slow")]]
 
 
 @pytest.mark.system
-def test_world_sizes_that_differ(connect: Connect) -> None:
-    errors = start(connect, [record(0, 2), record(1, 3)], timeout=0.5)()
-    for error in errors:
-        assert isinstance(error, RendezvousError)
-        assert "expects a world of" in str(error)
-        assert "one of" in str(error)
-
-
-def test_heartbeat_timeouts_that_differ(connect: Connect) -> None:
-    for error in start(connect, [record(0, 2), record(1, 2, heartbeat_timeout=7.5)])():
-        assert isinstance(error, RendezvousError)
-        assert "worker worker1 (rank 1) has heartbeat_timeout=7.5, but worker worker0" in str(error)
-        assert "(rank 0) 0: give all workers of the mesh the same" in str(error)
+def test_workers_that_expect_different_meshes(connect: Connect) -> None:
+    for other, texts in (
+        ({"world_size": 3}, ["expects a world of", "one of"]),
+        (
+            {"world_size": 2, "heartbeat_timeout": 7.5},
+            [
+                "worker worker1 (rank 1) has heartbeat_timeout=7.5, but worker worker0",
+                "(rank 0) 0: give all workers of the mesh the same",
+            ],
+        ),
+    ):
+        for error in start(connect, [record(0, 2), record(1, **other)], timeout=0.5)():
+            assert isinstance(error, RendezvousError)
+            assert all(text in str(error) for text in texts)
 
 
 def test_another_version_of_zrpc_is_refused_and_both_are_named(connect: Connect) -> None:
@@ -482,7 +414,7 @@ def test_a_worker_stops_waiting_for_others_when_the_launcher_stops_all(
     note.touch()  # it is being written
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(meet, connect(), record(0, 2), 60.0)
-        assert not wait([waiting], 0.1).done
+        assert pending(waiting, 0.1)
         note.write_text("rank 1 failed (exit code 3)")
         with pytest.raises(
             RendezvousError, match=r"stops all workers: rank 1 failed \(exit code 3"

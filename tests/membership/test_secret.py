@@ -22,25 +22,16 @@ _needs_another_user = pytest.mark.skipif(
 )
 
 
-def test_no_secret() -> None:
-    assert find_secret({}) is None
-    assert find_secret({"ZRPC_SECRET": "", "ZRPC_SECRET_FILE": ""}) is None
-
-
-def test_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_found_in_the_environment_and_in_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert find_secret({}) is find_secret({"ZRPC_SECRET": "", "ZRPC_SECRET_FILE": ""}) is None
     monkeypatch.setenv("ZRPC_SECRET", TEXT)
     monkeypatch.delenv("ZRPC_SECRET_FILE", raising=False)
-    found = find_secret()
-    assert found is not None
-    assert found.signature("key", b"value") == ClusterSecret(TEXT).signature("key", b"value")
-
-
-def test_a_file_is_equal_to_the_variable(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    write_secret(path, TEXT)
-    found = find_secret({"ZRPC_SECRET_FILE": str(path)})
-    assert found is not None
-    assert found.signature("key", b"value") == ClusterSecret(TEXT).signature("key", b"value")
+    write_secret(tmp_path / "secret", TEXT)
+    for found in (find_secret(), find_secret({"ZRPC_SECRET_FILE": str(tmp_path / "secret")})):
+        assert found is not None
+        assert found.signature("key", b"value") == ClusterSecret(TEXT).signature("key", b"value")
 
 
 def test_a_variable_and_a_file_together_are_refused(tmp_path: Path) -> None:
@@ -48,16 +39,16 @@ def test_a_variable_and_a_file_together_are_refused(tmp_path: Path) -> None:
         find_secret({"ZRPC_SECRET": TEXT, "ZRPC_SECRET_FILE": str(tmp_path)})
 
 
-@pytest.mark.parametrize("umask", [0, 0o077, 0o777])
-def test_a_written_secret_is_readable_by_the_owner_only(tmp_path: Path, umask: int) -> None:
-    path = tmp_path / "secret"
-    before = os.umask(umask)
-    try:
-        write_secret(path, TEXT)
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert path.read_text() == TEXT + "\n"
+def test_a_written_secret_is_readable_by_the_owner_only(tmp_path: Path) -> None:
+    for umask in (0, 0o077, 0o777):
+        path = tmp_path / str(umask)
+        before = os.umask(umask)
+        try:
+            write_secret(path, TEXT)
+        finally:
+            os.umask(before)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert path.read_text() == TEXT + "\n"
 
 
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
@@ -100,19 +91,15 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def test_a_path_that_is_not_a_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe", 0o600)
+    (tmp_path / "link").symlink_to("..data/secret")
     for name, told in [
         ("missing", "No such file or directory.*: make it with `zrpc secret FILE`"),
         (".", "found the directory .*: name the file in it"),
         ("pipe", "expected a file with the cluster secret, found .*pipe, which is none: make one"),
+        ("link", r"link to \.\.data/secret, and nothing is there"),
     ]:
         with pytest.raises(AuthenticationError, match=told):
             find_secret({"ZRPC_SECRET_FILE": str(tmp_path / name)})
-
-
-def test_a_symbolic_link_without_a_target(tmp_path: Path) -> None:
-    (tmp_path / "secret").symlink_to("..data/secret")
-    with pytest.raises(AuthenticationError, match=r"link to \.\.data/secret, and nothing is there"):
-        find_secret({"ZRPC_SECRET_FILE": str(tmp_path / "secret")})
 
 
 # -- another user --------------------------------------------------------------------------
@@ -163,70 +150,55 @@ def read_as_user(path: Path, mode: int, owner: int = 0, group: int = GROUP) -> s
 
 @pytest.mark.system
 @_needs_another_user
-def test_a_mounted_secret_of_kubernetes(mounted: Path) -> None:
-    assert read_as_user(mounted, 0o440) == "<ClusterSecret>\n"
+def test_a_file_that_another_user_may_use(mounted: Path) -> None:
+    """As its owner, or as Kubernetes mounts a secret for a group."""
+    for mode, owner in ((0o440, 0), (0o400, USER), (0o600, USER)):
+        assert read_as_user(mounted, mode, owner) == "<ClusterSecret>\n"
 
 
 @pytest.mark.system
 @_needs_another_user
-def test_a_file_of_the_user(mounted: Path) -> None:
-    for mode in (0o400, 0o600):
-        assert read_as_user(mounted, mode, owner=USER) == "<ClusterSecret>\n"
-
-
-@pytest.mark.system
-@_needs_another_user
-@pytest.mark.parametrize(
-    ("mode", "owner", "group", "told"),
-    [
-        (0o444, 0, GROUP, "others could have read the cluster secret"),
+def test_a_file_that_another_user_may_not_use(mounted: Path) -> None:
+    readable = "others could have read the cluster secret"
+    for mode, owner, group, told in (
+        (0o444, 0, GROUP, readable),
         (0o644, 0, GROUP, "In Kubernetes, set defaultMode: 0400 for the volume"),
-        (0o460, 0, GROUP, "others could have read the cluster secret"),
-        (0o440, USER, GROUP, "others could have read the cluster secret"),
+        (0o460, 0, GROUP, readable),
+        (0o440, USER, GROUP, readable),
         (0o440, 777, GROUP, "(12345) or to root, found mode 0440, user 777 and group 23456: its"),
         (0o400, 0, 0, "has mode 0400, user 0 and group 0; give it to this user (12345) by `chown`"),
         (0o400, 0, 0, "In Kubernetes, set securityContext.fsGroup of the pod"),
-    ],
-)
-def test_a_file_that_another_user_may_not_use(
-    mounted: Path, mode: int, owner: int, group: int, told: str
-) -> None:
-    assert told in read_as_user(mounted, mode, owner, group)
+    ):
+        assert told in read_as_user(mounted, mode, owner, group)
 
 
-def test_a_file_without_a_secret(tmp_path: Path) -> None:
+def test_a_secret_that_can_be_guessed_or_none(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     for content in (b"", b"\n", b"short", b" " * 100, b"\xff" * 64, b"x" * 10_000):
         path.write_bytes(content)
         path.chmod(0o600)
         with pytest.raises(AuthenticationError, match="holds no cluster secret"):
             find_secret({"ZRPC_SECRET_FILE": str(path)})
-
-
-def test_a_secret_that_can_be_guessed() -> None:
     told = r"ZRPC_SECRET holds no.* 32 to 4096 characters, found one of \d+: make .*zrpc secret"
     for text in ("short", "x" * 31, "x" * 5000, " " * 64):
         with pytest.raises(AuthenticationError, match=told):
             find_secret({"ZRPC_SECRET": text})
 
 
-def test_new_secrets_differ_and_are_long_enough() -> None:
-    assert new_secret() != new_secret()
-    ClusterSecret(new_secret())
-
-
-def test_a_secret_is_not_shown() -> None:
-    secret = ClusterSecret(TEXT)
-    assert TEXT not in repr(secret) + str(secret) + f"{secret}"
+def test_new_secrets_differ_and_are_long_enough_and_not_shown() -> None:
+    text = new_secret()
+    assert text != new_secret()
+    secret = ClusterSecret(text)
+    assert text not in repr(secret) + str(secret) + f"{secret}"
 
 
 def test_a_signature_is_valid_for_one_key_value_and_secret() -> None:
     one, other = ClusterSecret("1" * 64), ClusterSecret("2" * 64)
     signature = one.signature("key", b"value")
+    assert len(signature) == 64
     assert one.signed("key", b"value", signature)
     assert not other.signed("key", b"value", signature)
-    assert not one.signed("keyv", b"alue", signature)
-    assert not one.signed("key", b"valu", signature)
-    assert not one.signed("key", b"value", signature[:-1])
-    assert not one.signed("key", b"value", b"")
-    assert len(signature) == 64
+    for key, value in (("keyv", b"alue"), ("key", b"valu")):
+        assert not one.signed(key, value, signature)
+    for wrong in (signature[:-1], b""):
+        assert not one.signed("key", b"value", wrong)

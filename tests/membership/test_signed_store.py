@@ -25,7 +25,7 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
 SOON = 10.0
-TIMING = RendezvousTiming()
+HASTY = RendezvousTiming(failure_read_seconds=0.1)
 GOOD, BAD = ClusterSecret("good" * 16), ClusterSecret("evil" * 16)
 
 
@@ -37,7 +37,7 @@ def test_a_value_is_read_as_it_was_written() -> None:
             assert entries.get("key") == value
 
 
-def test_another_secret() -> None:
+def test_another_secret_or_the_place_of_another_entry() -> None:
     for writer, reader, told in (
         (BAD, GOOD, "signed with another cluster secret, or forged"),
         (None, GOOD, "is not signed: give the worker that wrote it the same"),
@@ -48,15 +48,10 @@ def test_another_secret() -> None:
         with pytest.raises(AuthenticationError, match=told) as caught:
             SignedStore(store, reader).get("key")
         assert "ZRPC_SECRET_FILE" in str(caught.value)
-
-
-def test_an_entry_is_not_valid_under_another_key() -> None:
-    store = dist.HashStore()
-    entries = SignedStore(store, GOOD)
+    entries = SignedStore(dist.HashStore(), GOOD)
     entries.set("record/0", "value")
-    raw = entries.get_raw("record/0")
     with pytest.raises(AuthenticationError, match="forged"):
-        entries.verified("record/1", raw)
+        entries.verified("record/1", entries.get_raw("record/0"))
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -108,19 +103,21 @@ def start(
     store: dist.Store,
     *members: tuple[PeerRecord, ClusterSecret | None],
     timeout: float = SOON,
-    timing: RendezvousTiming = TIMING,
+    timing: RendezvousTiming = RendezvousTiming(),  # noqa: B008
 ) -> Callable[[], list[Any]]:
     """Starts workers with a secret each; returns a function that returns records or errors."""
     calls = [partial(meet, store, mine, timeout, secret, timing) for mine, secret in members]
     return start_all(calls, 2 * SOON)
 
 
-@pytest.mark.parametrize("other", [BAD, None])
+@pytest.mark.parametrize(("size", "other"), [(2, BAD), (2, None), (3, BAD)])
 def test_both_workers_soon_report_different_secrets(
-    other: ClusterSecret | None, caplog: pytest.LogCaptureFixture
+    size: int, other: ClusterSecret | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Also while a third worker is missing."""
     begun = time.monotonic()
-    errors = start(dist.HashStore(), (record(0, 2), GOOD), (record(1, 2), other))()
+    workers = (record(0, size), GOOD), (record(1, size), other)
+    errors = start(dist.HashStore(), *workers, timing=RendezvousTiming(look_seconds=0.1))()
     assert time.monotonic() - begun < SOON / 2
     for rank, error in enumerate(errors):
         assert isinstance(error, AuthenticationError)
@@ -128,14 +125,6 @@ def test_both_workers_soon_report_different_secrets(
         assert "ZRPC_SECRET_FILE" in str(error)
         told = f"name=worker{rank}) refuses what claims to be worker {1 - rank}"
         assert sum(told in record.getMessage() for record in caplog.records) == 1
-
-
-def test_different_secrets_are_reported_while_a_third_worker_is_missing() -> None:
-    begun = time.monotonic()
-    timing = RendezvousTiming(look_seconds=0.1)
-    errors = start(dist.HashStore(), (record(0, 3), GOOD), (record(1, 3), BAD), timing=timing)()
-    assert time.monotonic() - begun < SOON / 2
-    assert all("refuse each other" in str(error) for error in errors)
 
 
 def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> None:
@@ -149,22 +138,17 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
         assert isinstance(error, AuthenticationError), error
 
 
-@pytest.mark.parametrize("heard", [False, True])
-def test_a_worker_reports_different_secrets_if_the_host_exits_early(heard: bool) -> None:
-    """A host that has not refused this worker may be that of an earlier mesh."""
+def test_a_host_that_exits_before_it_has_refused_a_worker_may_be_that_of_an_earlier_mesh() -> None:
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-    theirs, mine = record(0, 2), record(1, 2)
-    outcome = start(client, (mine, BAD))
+    theirs = record(0, 2)
+    outcome = start(client, (record(1, 2), BAD))
     entries = SignedStore(host, GOOD)
     entries.set("leader", theirs.dump())
     entries.get_raw(f"record/{theirs.token}/1")  # waits for it
-    if heard:
-        entries.set(f"roster/{theirs.token}/0", '["stranger", "refused"]')
-        entries.get_raw(f"heard/{theirs.token}/1")
     del host, entries
     [error] = outcome()
-    assert type(error) is (AuthenticationError if heard else StoreLost), error
+    assert type(error) is StoreLost, error
     assert "is signed with another cluster secret" in str(error)
 
 
@@ -195,24 +179,19 @@ def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
         assert "what claims to be rank 0 was refused: " in str(error)
 
 
-@pytest.mark.parametrize(
-    ("entry", "text"),
-    [
-        (b"- " + Arrival(record(2, 3)).dump().encode(), "the record of rank 1, found that of 2"),
+def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
+    """It names the token of rank 0, so its author has read that."""
+    for entry, text in (
+        (b"- " + Arrival(record(2, 3)).dump().encode(), "record of rank 1, found that of 2"),
         (b"- null", "expected the record of a worker, found something else"),
         (b"- [" + b"[" * 60_000, "expected the record of a worker, found something else"),
         (b"\xff", "expected a signature and a value"),
-    ],
-)
-def test_what_is_written_in_the_place_of_a_record_is_refused_at_once(
-    entry: bytes, text: str
-) -> None:
-    """It names the token of rank 0, so its author has read that."""
-    store, mine = dist.HashStore(), record(0, 2)
-    dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
-    [error] = start(store, (mine, None), timing=RendezvousTiming(failure_read_seconds=0.1))()
-    assert "worker worker0 (rank 0) and the worker of rank 1 refuse each other" in str(error)
-    assert text in str(error)
+    ):
+        store, mine = dist.HashStore(), record(0, 2)
+        dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
+        [error] = start(store, (mine, None), timing=HASTY)()
+        assert "worker worker0 (rank 0) and the worker of rank 1 refuse each other" in str(error)
+        assert text in str(error)
 
 
 @pytest.mark.parametrize("key", ["record/{}/1", "roster/{}/0", "roster/{}/1"])
@@ -230,8 +209,7 @@ def test_a_replayed_entry_is_refused(key: str) -> None:
         entries.set("leader", host.dump())
         roster = json.dumps(["roster", host.dump(), other.dump()])
         entries.claim(f"roster/{host.token}/0", roster)
-    timing = RendezvousTiming(failure_read_seconds=0.1)
-    [error] = start(store, (victim, GOOD), timeout=2, timing=timing)()
+    [error] = start(store, (victim, GOOD), timeout=2, timing=HASTY)()
     assert isinstance(error, AuthenticationError)
     assert "forged" in str(error)
 

@@ -1,4 +1,4 @@
-"""The store in which workers meet: each kind of it, and where it listens."""
+"""The store in which workers meet: each kind of it, where it listens, and one that is stopped."""
 
 from __future__ import annotations
 
@@ -10,49 +10,46 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import DistNetworkError, TCPStore
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 import zrpc.membership.store
-from tests.support.waiting import until
+from tests.support.listeners import listeners
+from tests.support.records import peer_record
+from tests.support.waiting import SOON, until
 from tests.transport.two_hosts import namespaces
 from zrpc.errors import RendezvousError
 from zrpc.launch import Task
+from zrpc.membership.rendezvous import meet
 from zrpc.membership.signed_store import SignedStore
 from zrpc.membership.store import connect_store
+from zrpc.membership.store_request import ask
+from zrpc.testing.procfs import state_of
 from zrpc.testing.server import warm_server
 
-SOON = 10.0
 
-
-@pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
 def test_a_store_of_each_kind(
-    free_port: int, monkeypatch: pytest.MonkeyPatch, scheme: str, tmp_path: Path
+    free_port: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(free_port))
-    url = {
-        "tcp": f"tcp://127.0.0.1:{free_port}",
-        "env": "env://",
-        "file": f"file://{tmp_path}/store",
-    }[scheme]
-    with ThreadPoolExecutor() as threads:
-        futures = [threads.submit(connect_store, url, rank, 2, 2.0) for rank in (0, 1)]
-        stores = [future.result() for future in futures]
-    stores[1].set_timeout(timedelta(seconds=SOON))
-    stores[0].set("key", "value")
-    assert stores[1].get("key") == b"value"
-
-
-def test_ranks_in_the_url_are_ignored(tmp_path: Path) -> None:
-    store = connect_store(f"file://{tmp_path}/store?rank=0&world_size=1", 0, 1, SOON)
-    store.set("key", "value")
+    # Ranks in the URL are ignored.
+    of_file = f"file://{tmp_path}/store?rank=0&world_size=1"
+    for url in (f"tcp://127.0.0.1:{free_port}", "env://", of_file):
+        with ThreadPoolExecutor() as threads:
+            futures = [threads.submit(connect_store, url, rank, 2, 2.0) for rank in (0, 1)]
+            stores = [future.result() for future in futures]
+        stores[1].set_timeout(timedelta(seconds=SOON))
+        stores[0].set("key", "value")
+        assert stores[1].get("key") == b"value"
+        del stores, futures
 
 
 @pytest.mark.system
@@ -70,33 +67,26 @@ def test_a_host_without_loopback_is_told_so_at_once(free_port: int) -> None:
 
 
 @pytest.mark.system
-def test_a_worker_without_a_rank_that_finds_no_store_is_told_who_hosts_it(free_port: int) -> None:
-    with pytest.raises(RendezvousError, match=r"found nobody .* this worker was given no rank"):
-        connect_store(f"tcp://127.0.0.1:{free_port}", None, None, 0.1)
-
-
-@pytest.mark.system
 def test_a_missing_master_is_named(free_port: int) -> None:
-    begun = time.monotonic()
+    url, begun = f"tcp://127.0.0.1:{free_port}", time.monotonic()
     with pytest.raises(
         RendezvousError, match=f"at 127.0.0.1:{free_port} within 0.2 s, found nobody"
     ):
-        connect_store(f"tcp://127.0.0.1:{free_port}", 1, 2, 0.2)
+        connect_store(url, 1, 2, 0.2)
     assert time.monotonic() - begun < SOON  # torch's own wait has a minimum of minutes
+    with pytest.raises(RendezvousError, match=r"found nobody .* this worker was given no rank"):
+        connect_store(url, None, None, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("url", "told"),
-    [
+def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    for url, told in (
         ("env://", "MASTER_ADDR"),
         ("nonsense://x", r"nonsense.*expected env://"),
         ("tcp://127.0.0.1", "port"),
-    ],
-)
-def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch, url: str, told: str) -> None:
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(RendezvousError, match=told):
-        connect_store(url, 0, 2, 1.0)
+    ):
+        with pytest.raises(RendezvousError, match=told):
+            connect_store(url, 0, 2, 1.0)
 
 
 @pytest.mark.system
@@ -121,23 +111,18 @@ def test_a_missing_directory(tmp_path: Path) -> None:
 
 def listens_at(port: int) -> list[str]:
     """Returns the local addresses, in the kernel's notation, with a listener on a port."""
-    found = []
-    for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
-        with open(name) as file:
-            rows = [line.split() for line in file][1:]
-        local = [row[1].split(":") for row in rows if row[3] == "0A"]
-        found += [address for address, number in local if int(number, 16) == port]
-    return found
+    return [address for address, number in listeners() if number == port]
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/self/net/tcp"), reason="needs /proc")
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_the_store_listens_on_its_address_only(free_port: int, host: str) -> None:
     store = connect_store(f"tcp://{host}:{free_port}", 0, 2, SOON)
     assert listens_at(free_port) == ["0100007F"]
-    other = connect_store(f"tcp://{host}:{free_port}", 1, 2, SOON)
-    other.set("key", "value")
-    assert store.get("key") == b"value"
+    # A worker of this process may host it too, and then gets the same.
+    for rank in (0, 1):
+        other = connect_store(f"tcp://{host}:{free_port}", rank, 2, SOON)
+        other.set(f"key{rank}", "value")
+        assert store.get(f"key{rank}") == b"value"
 
 
 def test_a_store_of_an_older_torch_listens_on_its_address_only(
@@ -165,69 +150,54 @@ def test_a_port_that_is_in_use_is_named_by_each_torch(
         connect_store(f"tcp://127.0.0.1:{free_port}", 0, 2, SOON)
 
 
-class Occupant:
+@contextlib.contextmanager
+def occupant(serve: Callable[[socket.socket], None]) -> Iterator[int]:
     """Another program at a port: what it does with each connection is a function's choice."""
+    accepted = []
 
-    def __init__(self, serve: Callable[[socket.socket], None]) -> None:
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listener.getsockname()[1]
-        self._serve = serve
-        self._accepted: list[socket.socket] = []
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
+    def run() -> None:
         with contextlib.suppress(OSError):
             while True:
-                self._accepted.append(self._listener.accept()[0])
-                self._serve(self._accepted[-1])
+                accepted.append(listener.accept()[0])
+                serve(accepted[-1])
 
-    def close(self) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        self._thread.join(SOON)
-        assert not self._thread.is_alive()
-        for each in self._accepted:
-            each.close()
-
-
-def no_answer(connection: socket.socket) -> None:
-    pass
-
-
-def hang_up(connection: socket.socket) -> None:
-    connection.close()
-
-
-def greet(connection: socket.socket) -> None:
-    connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as thread:
+        thread.submit(run)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+    for each in accepted:
+        each.close()
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("serve", [no_answer, hang_up, greet])
+@pytest.mark.parametrize(
+    "serve",
+    [lambda _: None, socket.socket.close, lambda each: each.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")],
+    ids=["no answer", "hang up", "greet"],
+)
 def test_a_port_of_another_program_is_named_by_all_ranks(
     serve: Callable[[socket.socket], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with contextlib.closing(Occupant(serve)) as other:
-        url = f"tcp://127.0.0.1:{other.port}"
+    with occupant(serve) as port:
+        url = f"tcp://127.0.0.1:{port}"
         with pytest.raises(RendezvousError, match="found that address in use") as of_host:
             connect_store(url, 0, 2, SOON)
         with pytest.raises(RendezvousError, match="does not answer as one") as of_client:
             connect_store(url, 1, 2, 0.5)
     for error in (of_host, of_client):
-        assert f"127.0.0.1:{other.port}" in str(error.value)
+        assert f"127.0.0.1:{port}" in str(error.value)
         assert "Name a port that is free in MASTER_PORT" in str(error.value)
     assert capfd.readouterr().err == ""  # no stack of C++ frames
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_master_with_an_unknown_name(rank: int) -> None:
-    with pytest.raises(
-        RendezvousError, match=r"no host of that name .*: check MASTER_ADDR"
-    ) as info:
-        connect_store("tcp://no-such-host.invalid:29500", rank, 2, 0.2)
-    assert "no-such-host.invalid:29500" in str(info.value)
+def test_a_master_with_an_unknown_name() -> None:
+    for rank in (0, 1):
+        told = r"at no-such-host.invalid:29500 .* no host of that name .*: check MASTER_ADDR"
+        with pytest.raises(RendezvousError, match=told):
+            connect_store("tcp://no-such-host.invalid:29500", rank, 2, 0.2)
 
 
 def test_a_master_behind_a_firewall() -> None:
@@ -260,15 +230,6 @@ def test_a_master_that_does_not_reach_itself(
     until(lambda: not [each for each in threading.enumerate() if each.name == "zrpc-store"])
 
 
-def test_a_second_store_of_one_process_is_the_first(
-    free_port: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    stores = [connect_store(f"tcp://127.0.0.1:{free_port}", 0, 1, SOON) for _ in range(2)]
-    stores[0].set("key", "value")
-    assert stores[1].get("key") == b"value"
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 def test_the_port_is_free_again_after_the_store(free_port: int) -> None:
     connect_store(f"tcp://127.0.0.1:{free_port}", 0, 1, SOON)
     gc.collect()  # stores of earlier tests
@@ -305,3 +266,85 @@ def test_a_host_that_is_gone_leaves_no_stack_of_torch_on_the_terminal(
     with pytest.raises(DistNetworkError):
         store.check(["key"])
     assert "failed" in capfd.readouterr().err
+
+
+# -- whose host is stopped ---------------------------------------------------------------------
+
+
+class StoreHost:
+    """Another process that hosts the store."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        serve = "zrpc.membership.store_server:serve"
+        with open(os.devnull, "wb") as nowhere:
+            report = 1  # what it writes to its standard output
+            task = Task.function(serve, "127.0.0.1", port, True, 1, report)
+            self._pid = warm_server().spawn(task, stdout=nowhere.fileno())
+
+    def connect(self) -> Store:
+        return connect_store(f"tcp://127.0.0.1:{self._port}", 1, 2, SOON)
+
+    def stop(self) -> None:
+        warm_server().send_signal(self._pid, signal.SIGSTOP)
+        threads = Path(f"/proc/{self._pid}/task")
+        until(lambda: all(state_of(int(thread.name)) == "T" for thread in threads.iterdir()))
+
+    def close(self) -> None:
+        warm_server().send_signal(self._pid, signal.SIGKILL)
+        warm_server().wait(self._pid, SOON)
+
+
+@pytest.fixture
+def host(free_port: int) -> Iterator[StoreHost]:
+    with contextlib.closing(StoreHost(free_port)) as host:
+        yield host
+
+
+@pytest.mark.system
+def test_a_rendezvous_whose_store_falls_silent_ends_at_its_deadline(host: StoreHost) -> None:
+    entries = SignedStore(host.connect(), None)
+    stopper = threading.Thread(target=lambda: (entries.get("record/-/1"), host.stop()))
+    stopper.start()  # it waits for the record
+    with pytest.raises(RendezvousError, match=r"found no answer .* or the network to it is cut"):
+        meet(host.connect(), peer_record(1, 2), 3.0)
+    stopper.join()
+
+
+@pytest.mark.system
+def test_ctrl_c_ends_the_wait(host: StoreHost) -> None:
+    store = host.connect()
+    host.stop()
+    interrupt = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    interrupt.start()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        meet(store, peer_record(0, 2), 60)
+    assert time.monotonic() - began < SOON
+    interrupt.join()
+
+
+def test_an_answer_is_not_kept() -> None:
+    class Answer:
+        pass
+
+    answer = weakref.ref(ask(Answer, time.monotonic() + SOON))
+    gc.collect()
+    assert answer() is None
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("no_leaks")
+def test_a_request_without_an_answer_holds_up_no_other() -> None:
+    answer, threads = threading.Event(), []
+
+    def silent() -> None:
+        threads.append(threading.current_thread())
+        answer.wait()
+
+    with pytest.raises(RendezvousError, match="found no answer for"):
+        ask(silent, time.monotonic())
+    assert ask(int, time.monotonic() + SOON) == 0
+    answer.set()  # then its thread ends, too
+    threads[0].join(SOON)
+    assert not threads[0].is_alive()

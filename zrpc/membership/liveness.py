@@ -54,8 +54,8 @@ class LivenessMonitor:
         received: how many messages came from each worker that is not gone, kept by the agent.
 
     Attributes:
-        expected, suspected: workers to monitor before any message was exchanged with them: their
-            messages are expected, or others no longer reach them.
+        suspected: workers to monitor before any message was exchanged with them: their messages
+            are late, or others no longer reach them. From any thread.
         missed: how often the heartbeats of a peer have stopped: it did not answer in time, or the
             connection broke.
         reconnects: how often a peer has answered heartbeats again after that.
@@ -75,7 +75,6 @@ class LivenessMonitor:
         self._next_tick = 0.0
         self._retry_at = 0.0
         self._neighbours = [each for each in self._membership.infos if self._is_neighbour(each)]
-        self.expected: set[MemberId] = set()
         self.suspected: set[MemberId] = set()
         self.missed = self.reconnects = 0
         self._probes: dict[MemberId, ListenerProbe] = {}
@@ -245,9 +244,7 @@ class LivenessMonitor:
         """
         if not self._detector.limit or now < self._retry_at:
             return
-        named = self.expected | self.suspected
-        if self._isolated:
-            named.update(self._membership.living)
+        named = self.suspected.union(self._membership.living if self._isolated else ())
         for member, count in self._received.items():
             if (
                 (count or everyone or member in named or self._network.knows(member))

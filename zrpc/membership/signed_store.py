@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
-from zrpc.errors import AuthenticationError, RendezvousError
+from zrpc.errors import AuthenticationError
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.store_request import ask
 from zrpc.wire.member_id import RANKS
@@ -28,7 +28,7 @@ _UNSIGNED = b"-"
 _SIGNATURE = re.compile(rb"-|[0-9a-f]{64}")
 # A peer record has some hundred bytes; a longer entry is refused.
 _MAX_BYTES = 64 * 1024
-# A value that no entry has; also a key that never exists.
+# A value that no entry has.
 _NOTHING = "?"
 
 
@@ -36,7 +36,8 @@ class SignedStore:
     """The entries of zrpc in a store.
 
     Args:
-        store: any kind of store.
+        store: any kind of store. `delete` and `peek` need one that can delete and whose
+            ``compare_set`` does not wait for an entry: all of torch can.
         secret: signs them; without one, only entries without a signature are accepted.
         deadline: until when to wait for the store's answers, on the clock of ``time.monotonic``;
             None for no limit, in a thread for which nobody waits. It may be changed at any time.
@@ -51,7 +52,6 @@ class SignedStore:
         self._store = PrefixStore(_PREFIX, store)
         self._secret = secret
         self.deadline = deadline
-        self._can_delete: bool | None = None  # not known yet
 
     def set(self, key: str, value: str) -> None:
         """Writes an entry."""
@@ -82,22 +82,6 @@ class SignedStore:
         """Removes an entry, if there is one."""
         self._ask(self._store.delete_key, key)
 
-    @property
-    def can_delete(self) -> bool:
-        """Whether `delete` works, and `peek` finds out without waiting that there is no entry.
-
-        All stores that come with torch can; torch does not require it of others.
-        """
-        if self._can_delete is None:
-            try:
-                self.delete(_NOTHING)
-                self._can_delete = self._peek(_NOTHING) is None
-            except RendezvousError:
-                raise
-            except RuntimeError:  # or the store is gone, which its next use shows
-                self._can_delete = False
-        return self._can_delete
-
     def increment(self, key: str, amount: int) -> int:
         """Adds to a number, which begins at 0 and is not signed; returns the sum."""
         return int(self._ask(self._store.add, key, amount))
@@ -116,11 +100,6 @@ class SignedStore:
 
     def peek(self, key: str) -> bytes | None:
         """Returns an entry, unverified; None if there is none. It may be deleted at any time."""
-        if self.can_delete:
-            return self._peek(key)
-        return self.get_raw(key) if self.check([key]) else None
-
-    def _peek(self, key: str) -> bytes | None:
         # A get would wait for it. This compares it with a value that no entry has: nothing is
         # written.
         entry = self._compare_set(key, _NOTHING, _NOTHING)

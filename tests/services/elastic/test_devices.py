@@ -47,23 +47,17 @@ def test_maps_hold_for_workers_that_join_later(elastic: Elastic) -> None:
         arrives_on(first, "other")
 
 
-def test_a_worker_whose_map_does_not_fit_does_not_join(elastic: Elastic) -> None:
-    first = elastic.join("w0", 0)
-    for options, text in (
-        (mapped("w0", "fake:2"), "Node late has target devices with invalid indices"),
-        (mapped("w0", "cuda:0"), r"in its device map for w0\n.*\ndevice count = {'fake': 2}"),
-        ({"devices": ["fake:7"]}, "Node late has devices with invalid indices"),
+def test_a_worker_whose_devices_do_not_fit_a_map_does_not_join(elastic: Elastic) -> None:
+    first = elastic.join("w0", 0, options=mapped("lacks", "fake:5"))
+    for name, options, text in (
+        ("late", mapped("w0", "fake:2"), "Node late has target devices with invalid indices"),
+        ("late", {"devices": ["fake:7"]}, "Node late has devices with invalid indices"),
+        ("lacks", {}, "Node w0 has target devices .* in its device map for lacks"),
     ):
         with pytest.raises(ValueError, match=text):
-            elastic.join("late", options=options)
+            elastic.join(name, options=options)
     assert arrives_on(elastic.join("late", options=mapped("w0")), "w0") == "fake:1"
     assert [info.name for info in first.get_worker_infos()] == ["w0", "late"]
-
-
-def test_a_worker_that_lacks_what_a_map_of_another_names_does_not_join(elastic: Elastic) -> None:
-    elastic.join("w0", 0, options=mapped("late", "fake:5"))
-    with pytest.raises(ValueError, match=r"Node w0 has target devices .* device map for late"):
-        elastic.join("late")
 
 
 def test_a_restarted_worker_is_checked_and_gets_what_its_predecessor_got(

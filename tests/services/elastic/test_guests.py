@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import zrpc as rpc
+from tests.services.elastic import calls
 from tests.support.programs import Forked
 from tests.support.waiting import until
 from zrpc.agent import peers
@@ -38,21 +39,14 @@ LATE = 60.0  # for a process on a busy machine
 MAX_ENTRIES = 20
 
 SCRIPT = """
-import os, sys, time
-import torch.distributed as dist
-from zrpc.bootstrap import join_mesh
-from zrpc.membership.secret import ClusterSecret
-from zrpc.options import ZmqRpcBackendOptions
+import sys, time
+import zrpc
 
 name, store, transport = sys.argv[1:]
-join_mesh(
-    name,
-    rank=None,
-    world_size=None,
-    store=dist.FileStore(store, -1),
-    secret=ClusterSecret(os.environ["SECRET"]),
-    options=ZmqRpcBackendOptions(init_timeout=60, transport=transport),
+options = zrpc.ZmqRpcBackendOptions(
+    init_method=f"file://{store}", init_timeout=60, transport=transport
 )
+zrpc.init_rpc(name, rpc_backend_options=options)
 time.sleep(300)  # it is killed
 """
 
@@ -127,17 +121,12 @@ def test_guests_that_are_killed(
     agents = elastic.join_all(2)
 
     def have_guest(name: str) -> None:
-        env = {**os.environ, "SECRET": secret}
+        env = {**os.environ, "ZRPC_SECRET": secret}
         pid = forked.start(script, [name, file, transport], env=env, out=tmp_path / "output")
-
-        def joined() -> bool:
-            return all(
-                any(agent.membership.infos[m].name == name for m in agent.membership.living)
-                for agent in agents
-            )
-
-        until(joined, (tmp_path / "output").read_text, within=LATE)
         for agent in agents:
+            names = agent.get_worker_infos
+            told = (tmp_path / "output").read_text
+            until(lambda names=names: name in [each.name for each in names()], told, within=LATE)
             call(agent, name)
         with agents[0].as_current():
             outstanding = rpc.rpc_async(name, signal.pause)
@@ -169,7 +158,7 @@ def test_the_mailbox_that_tells_a_worker_that_it_was_declared_dead_is_closed(
     # As if its process had seemed to have ended.
     first.receiver.in_io_thread(lambda: first.peers.remove(member, Reason.ENDED))
     until(lambda: member in first.membership.lost)
-    with second.as_current(), pytest.raises(rpc.WorkerDied, match="declared this worker dead"):
-        rpc.rpc_sync("w0", max, (1, 2))
+    with pytest.raises(rpc.WorkerDied, match="declared this worker dead"):
+        calls.call(second, "w0")
     until(lambda: member in told, "it is told by a mailbox")
     until(lambda: not first.network.knows(member), "that mailbox is closed")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,17 @@ import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
+from tests.services.elastic.calls import PATIENCE, call
 from tests.support.hosts import on_hosts
+from tests.support.stores import RecordingStore
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
+from zrpc.membership.endpoints import endpoint_of
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
+from zrpc.membership.view import Membership
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.services.elastic.state import MembershipEvent, Verb
 from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
@@ -31,32 +34,17 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.system
 
 
-def names_of(agent: Agent, register: Callable[..., object]) -> list[str]:
-    """Returns a list of the names that hooks are called with, which grows as they are."""
-    names = []
-    with agent.as_current():
-        register(lambda worker: names.append(worker.name))
-    return names
-
-
-def call(
-    agent: Agent, to: str | int, function: Callable[..., Any] = max, args: tuple[Any, ...] = (1, 2)
-) -> Any:
-    with agent.as_current():
-        return rpc.rpc_sync(to, function, args)
-
-
 def test_a_worker_that_joins_is_known_to_all_at_once(elastic: Elastic) -> None:
     """It gets the first free rank."""
     first, second = elastic.join_all(2)
-    joined = names_of(first, rpc.on_worker_joined)
+    joined = []
+    with first.as_current():
+        rpc.on_worker_joined(lambda worker: joined.append(worker.name))
     third = elastic.join("late")
     assert third.worker_info == rpc.WorkerInfo("late", 2)
     for agent in (first, second, third):
         assert call(agent, "late", rpc.get_worker_info, ()) == third.worker_info
-        assert agent.get_worker_infos() == [rpc.WorkerInfo(f"w{i}", i) for i in (0, 1)] + [
-            third.worker_info
-        ]
+        assert agent.get_worker_infos() == [each.worker_info for each in (first, second, third)]
         assert call(third, agent.worker_info.name) == call(third, agent.worker_info.id) == 2
     until(lambda: joined == ["w1", "late"], "the hook is called")
 
@@ -83,34 +71,25 @@ def test_rank_0_is_kept_for_the_host_of_the_store(elastic: Elastic) -> None:
 def test_joins_and_leaves_under_load(elastic: Elastic) -> None:
     steady = elastic.join_all(2)
     stop = threading.Event()
-    errors = []
 
     def call_all(agent: Agent) -> None:
         while not stop.is_set():
             for number in agent.membership.living:
                 info = agent.membership.infos[number]
-                try:
-                    with agent.as_current():
-                        assert rpc.rpc_sync(info, max, (number, -1)) == number
-                except rpc.WorkerDied:
-                    pass  # it has left meanwhile
-                except Exception as error:
-                    errors.append(error)
-                    return
+                with contextlib.suppress(rpc.WorkerDied):  # it has left meanwhile
+                    assert call(agent, info, max, (number, -1)) == number
 
-    threads = [threading.Thread(target=call_all, args=(agent,)) for agent in steady]
-    for thread in threads:
-        thread.start()
-    try:
-        for round in range(3):
-            guest = elastic.join(f"guest{round}")
-            assert call(guest, "w0", max, (round, -1)) == round
-            guest.shutdown(graceful=False)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(20)
-    assert errors == []
+    with ThreadPoolExecutor(2) as pool:
+        calling = [pool.submit(call_all, agent) for agent in steady]
+        try:
+            for round in range(3):
+                guest = elastic.join(f"guest{round}")
+                assert call(guest, "w0", max, (round, -1)) == round
+                guest.shutdown(graceful=False)
+        finally:
+            stop.set()
+        for each in calling:
+            each.result(PATIENCE)
     assert call(steady[0], "w1") == 2
 
 
@@ -192,33 +171,30 @@ def test_a_worker_that_no_member_can_reach(elastic: Elastic) -> None:
 
 
 def test_a_worker_that_a_member_does_not_trust(
-    elastic: Elastic, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    elastic: Elastic, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For example, others can write to its directory."""
     first = elastic.join("first", 0)
-    follower = first.services[-1].follower
 
-    def refuse(record: PeerRecord) -> str:
-        follower._log.append(
-            MembershipEvent(Verb.GONE, record.token, why=Reason.REFUSED, text="an open directory")
-        )
-        return ""
+    def refuse(membership: Membership, record: PeerRecord) -> str:
+        if membership is first.membership:
+            raise rpc.AuthenticationError("an open directory")
+        return endpoint_of(membership, record)
 
-    monkeypatch.setattr(follower, "_endpoint_of", refuse)
+    monkeypatch.setattr("zrpc.services.elastic.follower.endpoint_of", refuse)
     with pytest.raises(rpc.AuthenticationError, match="no longer a member of its mesh: an open"):
         elastic.join("second", 1)
-    with first.as_current(), pytest.raises(rpc.RpcError, match="could not find destination"):
-        rpc.rpc_sync("second", max, (1, 2))
+    with pytest.raises(rpc.RpcError, match="could not find destination"):
+        call(first, "second")
 
 
-def test_a_join_times_out_if_a_member_does_not_answer(
-    elastic: Elastic, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_join_times_out_if_a_member_does_not_answer(elastic: Elastic) -> None:
     """Its heartbeats are answered, so it may be busy; a join has its own limit."""
-    first = elastic.join("first", 0)
-    monkeypatch.setattr(first.services[-1].follower, "_follow", lambda: None)
+    first, held = elastic.join("first", 0), threading.Event()
+    first.receiver.in_io_thread(lambda: held.wait(PATIENCE))
     with pytest.raises(rpc.RendezvousError, match=r"within 1 s.*\[WorkerInfo\(id=0, name=first"):
         elastic.join("second", 1, options={"init_timeout": 1.0})
+    held.set()
 
 
 def test_entries_of_a_dead_mesh_are_ignored(elastic: Elastic) -> None:
@@ -231,20 +207,27 @@ def test_entries_of_a_dead_mesh_are_ignored(elastic: Elastic) -> None:
     assert {agent.worker_info.incarnation for agent in new} == {1}
 
 
+class HostedStore(RecordingStore):
+    """A store whose host may exit."""
+
+    host_exits = False
+
+    def step(self) -> None:
+        if self.host_exits:
+            raise dist.DistNetworkError("the host is gone")
+
+
 def test_the_mesh_goes_on_without_its_store(
     elastic: Elastic, caplog: pytest.LogCaptureFixture
 ) -> None:
+    elastic.store = HostedStore()
     agents = elastic.join_all(2)
-
-    def fail() -> None:
-        raise dist.DistNetworkError("the host is gone")
-
-    agents[0].services[-1].follower._log.read = fail
-    until(lambda: "workers can no longer join it" in caplog.text, "it logs that")
+    elastic.store.host_exits = True
+    until(lambda: caplog.text.count("workers can no longer join it") == 2, "both log that")
     assert call(agents[0], "w1") == call(agents[1], "w0") == 2
     agents[0].shutdown()
-    with agents[1].as_current(), pytest.raises(rpc.WorkerDied, match="it left the mesh"):
-        rpc.rpc_sync("w0", max, (1, 2))
+    with pytest.raises(rpc.WorkerDied, match="it left the mesh"):
+        call(agents[1], "w0")
 
 
 def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
@@ -273,6 +256,51 @@ def test_a_reference_to_a_value_of_a_worker_that_left_before_this_one_joined(
         with pytest.raises(rpc.ProtocolError, match="expected the id of a member, found 77"):
             rpc.rpc_sync("late", id, (kept,))
         assert rpc.rpc_sync("late", max, (1, 2)) == 2
+
+
+# -- names of actors ----------------------------------------------------------------------------
+
+
+def make(agent: Agent, name: str, value: object, **more: Any) -> Any:
+    with agent.as_current():
+        to = agent.worker_info
+        rref = rpc.remote(to, dict, kwargs={"value": value}, name=name, **more)
+        return rref.rpc_sync().get("value")
+
+
+def get(agent: Agent, name: str) -> Any:
+    with agent.as_current():
+        return rpc.get_actor(name, 20).rpc_sync().get("value")
+
+
+def test_a_worker_that_joins_with_a_lower_rank_finds_the_names(elastic: Elastic) -> None:
+    first, second = elastic.join("w5", 5), elastic.join("w6", 6)
+    make(second, "a", 1)
+    third = elastic.join("w0", 0)
+    assert [get(agent, "a") for agent in (first, second, third)] == [1, 1, 1]
+    with pytest.raises(rpc.RpcError, match="'a' is taken by dict on w6"):
+        make(third, "a", 2)
+    elastic.agents.remove(first)
+    first.close()  # has granted it
+    assert get(third, "a") == 1
+    make(third, "b", 3)
+    assert get(second, "b") == 3
+
+
+def test_makers_share_one_actor_while_workers_join_and_leave(elastic: Elastic) -> None:
+    first, *others = elastic.join_all(3)
+
+    def share(agent: Agent) -> Any:
+        return make(agent, "shared", agent.worker_info.name, exist_ok=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        joins = [pool.submit(elastic.join, f"late{i}", 10 + i) for i in range(2)]
+        shares = [pool.submit(share, agent) for agent in others]
+        elastic.agents.remove(first)
+        leave = elastic.leave(first)
+        late = [pool.submit(share, join.result(PATIENCE)) for join in joins]
+        leave.result(PATIENCE)
+        assert len({future.result(PATIENCE) for future in (*shares, *late)}) == 1
 
 
 # -- at the port of a worker that has died --------------------------------------------------------

@@ -1,11 +1,12 @@
-"""Workers that leave a running mesh: what they wait for, and what the others see."""
+"""Workers that leave a running mesh, or are put out of it: what they and the others see."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,10 +14,12 @@ import torch
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
-from tests.services.elastic.slow_handler import PATIENCE, entered, finish, slow
-from tests.support.waiting import until
+from tests.services.elastic.calls import PATIENCE, call, entered, finish, slow
+from tests.support.waiting import pending, until
 from zrpc.agent.agent import Agent
 from zrpc.agent.shutdown import ShutdownTiming
+from zrpc.membership.agreement import How, LossNote
+from zrpc.membership.failure_detector import Reason
 from zrpc.services.shm.service import SharedMemoryService
 
 if TYPE_CHECKING:
@@ -35,20 +38,14 @@ def answer(elements: int) -> torch.Tensor:
     return torch.ones(elements)
 
 
-def error_of(function: Callable[[], object]) -> type[Exception] | None:
+def why_gone(agent: Agent, name: str) -> str:
     try:
-        function()
-    except Exception as error:
-        return type(error)
-    return None
+        call(agent, name)
+    except rpc.WorkerDied as error:
+        return str(error)
+    return ""
 
 
-def gone(agent: Agent, name: str) -> bool:
-    with agent.as_current():
-        return error_of(lambda: rpc.rpc_sync(name, max, (1, 2))) is rpc.WorkerDied
-
-
-@pytest.mark.system
 def test_an_answer_in_shared_memory_is_read_after_its_sender_has_left(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
     second.graceful_shutdown.timing = first.graceful_shutdown.timing = ShutdownTiming(
@@ -70,10 +67,7 @@ def test_an_answer_in_shared_memory_is_read_after_its_sender_has_left(elastic: E
         future = rpc.rpc_async("w0", answer, (8 * LARGE,))
         until(lambda: pool.lent and not first.callee.requests, "it has answered")
         assert arrived.wait(PATIENCE)
-        leaves = threading.Thread(target=first.shutdown)
-        leaves.start()
-        leaves.join(PATIENCE)
-        assert not leaves.is_alive()
+        elastic.leave(first).result(PATIENCE)
         look.set()
         assert future.wait().sum() == 8 * LARGE
 
@@ -87,11 +81,10 @@ def test_all_see_that_a_worker_has_left(elastic: Elastic, graceful: bool) -> Non
         assert rpc.rpc_sync("w1", max, (1, 2)) == 2
     first.shutdown(graceful=graceful)  # with which the others have exchanged nothing
     began = time.monotonic()
-    until(lambda: gone(second, "w0") and gone(third, "w0"), "both see it")
+    until(lambda: why_gone(second, "w0") and why_gone(third, "w0"), "both see it")
     assert time.monotonic() - began < 1.0 + SLACK_SECONDS
     until(lambda: lost == ["w0"], "the hook is called")
-    with third.as_current():
-        assert rpc.rpc_sync("w1", max, (1, 2)) == 2
+    assert call(third, "w1") == 2
     assert elastic.join("w0", 0).worker_info.incarnation == 1
 
 
@@ -114,19 +107,14 @@ def test_rank_0_leaves_with_references_and_gradients_in_use_by_the_others(elasti
 
 def test_a_leaving_worker_waits_for_its_own_calls_and_handlers(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
-    answers = []
 
     with second.as_current():
         future = rpc.rpc_async("w0", slow)
     assert entered.wait(PATIENCE)
-    future.add_done_callback(lambda f: answers.append(f.value()))
-    leaves = threading.Thread(target=first.shutdown)
-    leaves.start()
-    leaves.join(0.2)
-    assert leaves.is_alive()
+    leaves = elastic.leave(first)
+    assert pending(leaves, 0.2)
     finish.set()
-    leaves.join(PATIENCE)
-    assert not leaves.is_alive()
+    leaves.result(PATIENCE)
     assert future.wait() == "done"
 
 
@@ -139,7 +127,8 @@ def test_a_leaving_worker_may_limit_the_wait(elastic: Elastic) -> None:
     threading.Timer(0.5, finish.set).start()
     with pytest.raises(rpc.RpcTimeoutError, match="calls of others are still running here: 1"):
         first.shutdown(timeout=0.1)
-    assert error_of(future.wait) is rpc.WorkerDied
+    with pytest.raises(rpc.WorkerDied):
+        future.wait()
 
 
 @pytest.mark.parametrize("elements", [10, 4_000_000])
@@ -172,41 +161,90 @@ def test_the_last_answer_is_not_overtaken_by_the_log(elastic: Elastic) -> None:
 
 def test_a_flood_of_calls_does_not_keep_a_worker(elastic: Elastic) -> None:
     first, second = elastic.join_all(2)
-    stop = threading.Event()
 
     def flood() -> None:
-        with second.as_current():
-            while not stop.is_set():
-                if error_of(lambda: rpc.rpc_sync("w0", max, (1, 2))) is rpc.WorkerDied:
-                    return
+        while not why_gone(second, "w0"):
+            pass
 
-    threads = [threading.Thread(target=flood) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    began = time.monotonic()
-    try:
+    with ThreadPoolExecutor(3) as threads:
+        floods = [threads.submit(flood) for _ in range(3)]
+        began = time.monotonic()
         first.shutdown()
         assert time.monotonic() - began < 2.0 + SLACK_SECONDS
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(PATIENCE)
+        for each in floods:
+            each.result(PATIENCE)
 
 
 def test_a_fixed_mesh_with_restarts_shuts_down_together(elastic: Elastic) -> None:
     elastic.world_size = 2
     agents = elastic.join_all(2, restarts=0)
-    ended = threading.Thread(target=agents[0].shutdown)
-    ended.start()
-    ended.join(0.2)
-    assert ended.is_alive()  # it waits for the other
-    with agents[1].as_current():
-        assert rpc.rpc_sync("w0", max, (1, 2)) == 2
+    leaves = elastic.leave(agents[0])
+    assert pending(leaves, 0.2)  # it waits for the other
+    assert call(agents[1], "w0") == 2
     agents[1].shutdown()
-    ended.join(PATIENCE)
-    assert not ended.is_alive()
+    leaves.result(PATIENCE)
     # A worker that comes back at once finds only members of the next mesh.
     again = elastic.join_all(2, restarts=0)
     assert {agent.worker_info.incarnation for agent in again} == {1}
-    with again[0].as_current():
-        assert rpc.rpc_sync("w1", max, (1, 2)) == 2
+    assert call(again[0], "w1") == 2
+
+
+# -- put out by others -----------------------------------------------------------------------
+
+
+def names_at(agent: Agent) -> list[str]:
+    return [info.name for info in agent.get_worker_infos()]
+
+
+def put_out(judge: Agent, other: Agent, out: Agent) -> None:
+    note = LossNote(How.PUT_OUT, *(agent.worker_info.member_id for agent in (out, judge, other)))
+    judge.receiver.in_io_thread(partial(judge.peers.put_out, note))
+
+
+def test_those_that_join_later_do_not_count_one_that_is_out_and_it_may_come_back(
+    elastic: Elastic,
+) -> None:
+    judge, other, out = elastic.join_all(3)
+    for agent in (judge, other, out):
+        assert [call(agent, name) for name in ("w0", "w1", "w2")] == [2, 2, 2]
+    put_out(judge, other, out)
+    until(lambda: "it was put out" in why_gone(other, "w2"))
+    until(lambda: "this worker was put out" in why_gone(out, "w1"))
+    late = elastic.join("late", 3)
+    assert names_at(late) == ["w0", "w1", "late"]
+    again = elastic.join("w2", 2)
+    until(lambda: not why_gone(late, "w2"))
+    assert [call(agent, "w2") for agent in (judge, other, late)] == [2, 2, 2]
+    assert call(again, "w0") == 2
+
+
+def test_one_that_was_put_out_learns_it_from_the_log_and_counts_nobody_who_joins(
+    elastic: Elastic,
+) -> None:
+    judge, other, out = elastic.join_all(3)
+    # It has no connection to the judge, which could tell it.
+    put_out(judge, other, out)
+    until(lambda: names_at(out) == ["w2"])
+    assert "this worker was put out" in why_gone(out, "w1")
+    elastic.join("late", 3)
+    until(lambda: "zrpc-w2-log" not in [thread.name for thread in threading.enumerate()])
+    assert names_at(out) == ["w2"]
+
+
+def test_one_that_was_cut_off_does_not_count_those_that_join_the_others(elastic: Elastic) -> None:
+    """It reads of them in the log, and they don't reach it: neither ever calls the other."""
+    one, other, cut_off = elastic.join_all(3)
+
+    def lose(agent: Agent, lost: Agent) -> None:
+        remove = partial(agent.peers.remove, lost.worker_info.member_id, Reason.SILENT)
+        agent.receiver.in_io_thread(remove)
+
+    for each in (one, other):
+        lose(each, cut_off)
+        lose(cut_off, each)
+    until(lambda: names_at(cut_off) == ["w2"])
+    late = elastic.join("late", 3)
+    lose(late, cut_off)
+    until(lambda: why_gone(late, "w2"))
+    until(lambda: names_at(cut_off) == ["w2"])
+    assert names_at(late) == ["w0", "w1", "late"]

@@ -16,6 +16,7 @@ from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret, new_secret
 from zrpc.membership.signed_store import SignedStore, take_ranks
 from zrpc.services.elastic.compaction import LogBounds
+from zrpc.services.elastic.limits import DEFAULT_LIMITS
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.wire.member_id import RANKS
@@ -101,91 +102,53 @@ def test_a_forged_event_is_skipped(store: dist.Store, caplog: pytest.LogCaptureF
 # -- compaction --------------------------------------------------------------------------------
 
 
-def visit(log: MembershipLog, state: MembershipState, number: int, shorten: bool = True) -> None:
-    """A worker joins and leaves, and the reader of this log applies that."""
-    record = PeerRecord(f"w{number}", number, 0, f"{number:032x}", "", "", "")
-    log.note_position(record.token, 0)
-    for verb, fields in ((Verb.JOIN, {"record": record}), (Verb.GONE, {"why": Reason.LEFT})):
-        assert log.append(MembershipEvent(verb, record.token, **fields))
-        for found in log.read():
-            state.apply(found)
-        if shorten:
-            log.compact(state, 0)
+class Reader:
+    """A worker that reads the log, and knows the state."""
 
+    def __init__(self, store: dist.Store) -> None:
+        self.log, self.state = log_in(store), MembershipState()
 
-def read_by(log: MembershipLog) -> MembershipState:
-    state = MembershipState()
-    for found in log.read():
-        state.apply(found)
-    return state
+    def read(self) -> str:
+        """Reads on, and returns the state as text."""
+        self.log.catch_up(self.state)
+        return self.state.dump()
+
+    def see(self, *numbers: int) -> None:
+        """Appends that workers have joined and left."""
+        for number in numbers:
+            record = PeerRecord(f"w{number}", number, 0, f"{number:032x}", "", "", "")
+            self.log.note_position(record.token, 0)
+            for verb, fields in (
+                (Verb.JOIN, {"record": record}),
+                (Verb.GONE, {"why": Reason.LEFT}),
+            ):
+                assert self.log.append(MembershipEvent(verb, record.token, **fields))
+                self.read()
+                self.log.compact(self.state, 0)
 
 
 @pytest.mark.system
 def test_old_events_are_deleted_in_any_store(open_store: Callable[[], dist.Store]) -> None:
     store = open_store()
-    frozen, early = log_in(open_store()), MembershipState()
-    steady, state = log_in(store), MembershipState()
-    counts = []
-    for number in range(100):
-        visit(steady, state, number)
-        counts.append(store.num_keys())
-        if number == 10:
-            for found in frozen.read():
-                early.apply(found)
-    assert counts[-1] < 3 * 40 + 10
+    steady, frozen = Reader(store), Reader(open_store())
+    steady.see(*range(11))
+    frozen.read()
+    steady.see(*range(11, 100))
+    assert store.num_keys() < 3 * 40 + 10
     late = log_in(open_store())
     [snapshot, *rest] = late.read()
     assert isinstance(snapshot, MembershipState)
     assert len(rest) < 40
     for _ in range(5):  # it checks only now and then whether its place is still there
-        for found in frozen.read():
-            early.apply(found)
-    assert early.dump() == state.dump() == read_by(log_in(open_store())).dump()
-    assert frozen.append(event("a"))
-    assert [reader.read() for reader in (late, steady)] == [[event("a")]] * 2
-
-
-class Plain(dist.Store):
-    """A user's own store, which has what torch requires, and can't delete."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.entries = {}
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self.entries[key] = value.encode() if isinstance(value, str) else value
-
-    def get(self, key: str) -> bytes:
-        return self.entries[key]
-
-    def add(self, key: str, amount: int) -> int:
-        self.entries[key] = str(int(self.entries.get(key, b"0")) + amount).encode()
-        return int(self.entries[key])
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.entries for key in keys)
-
-    def compare_set(self, key: str, expected: bytes, value: bytes) -> bytes:
-        if self.entries.get(key, b"") == expected:
-            self.entries[key] = value
-        return self.entries.get(key, expected)
-
-
-def test_a_store_that_cant_delete_is_not_compacted() -> None:
-    store = Plain()
-    log, state = log_in(store), MembershipState()
-    for number in range(30):
-        visit(log, state, number)
-    assert len(log_in(store).read()) == 60
-    assert log.noted_position(f"{3:032x}") == 0
-    log.withdraw_position(f"{3:032x}")
+        frozen.read()
+    assert frozen.read() == steady.read() == Reader(open_store()).read()
+    assert frozen.log.append(event("a"))
+    assert [log.read() for log in (late, steady.log)] == [[event("a")]] * 2
 
 
 @pytest.mark.parametrize("what", ["bounds", "snapshot"])
 def test_bounds_or_a_snapshot_that_cant_be_read(store: dist.Store, what: str) -> None:
-    log, state = log_in(store), MembershipState()
-    for number in range(20):
-        visit(log, state, number)
+    Reader(store).see(*range(20))
     entries = SignedStore(store, SECRET)
     key = f"{what}/{entries.get('mesh')}" + ("/1" if what == "snapshot" else "")
     entries.set(key, "[]")
@@ -203,28 +166,23 @@ def test_bounds_or_a_snapshot_that_cant_be_read(store: dist.Store, what: str) ->
 def test_a_forged_snapshot_stops_compaction(
     store: dist.Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log, state = log_in(store), MembershipState()
-    mesh = SignedStore(store, SECRET).get("mesh")
+    reader, mesh = Reader(store), SignedStore(store, SECRET).get("mesh")
     dist.PrefixStore("zrpc", store).set(f"snapshot/{mesh}/1", "- forged")
-    for number in range(40):
-        visit(log, state, number)
+    reader.see(*range(40))
     assert caplog.text.count("the mesh's log is not compacted: the entry") == 1
-    assert read_by(log_in(store)).dump() == state.dump()
+    assert Reader(store).read() == reader.read()
 
 
 def test_old_bounds_are_ignored(store: dist.Store) -> None:
     """As when somebody who can write to the store repeats it."""
-    log, state = log_in(store), MembershipState()
-    entries = SignedStore(store, SECRET)
-    raw, key = dist.PrefixStore("zrpc", store), f"bounds/{entries.get('mesh')}"
-    for number in range(20):
-        visit(log, state, number)
+    reader, mesh = Reader(store), SignedStore(store, SECRET).get("mesh")
+    raw, key = dist.PrefixStore("zrpc", store), f"bounds/{mesh}"
+    reader.see(*range(20))
     old = raw.get(key)
-    for number in range(20, 80):
-        visit(log, state, number)
+    reader.see(*range(20, 80))
     raw.set(key, old)
-    assert log.append(event("a"))
-    assert log.read() == [event("a")]
+    assert reader.log.append(event("a"))
+    assert reader.log.read() == [event("a")]
     with pytest.raises(RendezvousError, match="found none"):
         log_in(store).read()
 
@@ -249,9 +207,8 @@ def test_deletion_lags_two_snapshots_behind() -> None:
 
 def test_which_member_writes_a_snapshot_and_when() -> None:
     bounds = LogBounds(1, 0, 0, 100)
-    due = [line for line in range(4) if bounds.due(137, 2, line)]
-    assert due == [0, 1]
-    assert not bounds.due(137, 10, 0)  # the more members, the longer
+    assert [line for line in range(4) if bounds.due(137, 2, line, DEFAULT_LIMITS)] == [0, 1]
+    assert not bounds.due(137, 10, 0, DEFAULT_LIMITS)  # the more members, the longer
 
 
 def test_bounds_as_text() -> None:

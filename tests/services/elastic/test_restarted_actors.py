@@ -17,11 +17,9 @@ from zrpc.agent.agent import Agent
 from zrpc.services.rref.service import RRefService
 
 if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
+    from tests.services.elastic.conftest import Crew, Elastic
 
 pytestmark = pytest.mark.system
-
-SIZE = 3
 
 
 @rpc.actor(restart=True)
@@ -37,33 +35,6 @@ class Counter:
         gate.wait_inside()
 
 
-@pytest.fixture
-def workers(elastic: Elastic) -> list[Agent]:
-    elastic.world_size = SIZE
-    return elastic.join_all(SIZE, restarts=0)
-
-
-@pytest.fixture
-def die(elastic: Elastic, workers: list[Agent]) -> Callable[..., None]:
-    """Ends a worker as kill -9 does; returns when the others know of it."""
-
-    def die(rank: int = 1) -> None:
-        dead = workers[rank].worker_info.member_id
-        elastic.crash(workers[rank])
-        for agent in elastic.agents:
-            until(lambda agent=agent: dead in agent.membership.lost, "it is lost")
-
-    return die
-
-
-@pytest.fixture
-def revive(elastic: Elastic, workers: list[Agent]) -> Callable[..., None]:
-    def revive(rank: int = 1, count: int = 1) -> None:
-        workers[rank] = elastic.join(f"w{rank}", rank, restarts=count)
-
-    return revive
-
-
 def make(agent: Agent, *args: Any, cls: Any = Counter, **more: Any) -> Any:
     with agent.as_current():
         rref = rpc.remote("w1", cls, args, **more)
@@ -71,12 +42,12 @@ def make(agent: Agent, *args: Any, cls: Any = Counter, **more: Any) -> Any:
         return rref
 
 
-def hand_on(rref: Any, agent: Agent) -> Any:
+def hand_on(rref: Any, giver: Agent, agent: Agent) -> Any:
     """Returns an RRef of another worker to the same value."""
     kept: list[Any] = []
     box = Same()
     box.keep = kept.append  # type: ignore[attr-defined]
-    with rref._service.agent.as_current():
+    with giver.as_current():
         rpc.rpc_sync(agent.worker_info, lambda rref: box.keep(rref), (rref,))  # type: ignore[attr-defined]
     return kept.pop()
 
@@ -87,28 +58,34 @@ def error_of(call: Callable[..., Any], *args: Any) -> rpc.RpcError:
     return caught.value
 
 
+def refusal(rref: Any, kind: type[rpc.RpcError] = rpc.RpcError) -> str:
+    """Returns why an actor takes no call."""
+    error = error_of(rref.rpc_sync().add, 1)
+    assert isinstance(error, kind)
+    assert error.executed is False
+    return str(error)
+
+
 def test_the_maker_makes_it_again_with_its_arguments_and_all_rrefs_mean_the_new_one(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
+    workers: Crew,
 ) -> None:
     counter = make(workers[0], 10)
-    other = hand_on(counter, workers[2])
+    other = hand_on(counter, workers[0], workers[2])
     assert counter.rpc_sync().add(1) == (11, 0)
     for count in (1, 2):
-        die()
-        revive(count=count)
+        workers.die()
+        workers.revive(count=count)
         assert other.rpc_sync().add(1) == (11, count)
         assert counter.rpc_sync().add(1) == (12, count)
         assert counter == other
         assert counter.owner().incarnation == other.owner().incarnation == count
     # Also those that are handed on now, and those that the new owner gets.
-    third = hand_on(other, workers[0])
+    third = hand_on(other, workers[2], workers[0])
     assert third.rpc_async().add(1).wait() == (13, 2)
-    assert hand_on(other, workers[1]).local_value().count == 13
+    assert hand_on(other, workers[2], workers[1]).local_value().count == 13
 
 
-def test_calls_that_run_or_wait_fail_and_the_next_ones_are_in_order(
-    workers: list[Agent], revive: Callable[..., None]
-) -> None:
+def test_calls_that_run_or_wait_fail_and_the_next_ones_are_in_order(workers: Crew) -> None:
     counter = make(workers[0], name="steps")
     with Gate() as gate, ThreadPoolExecutor(1) as pool:
         running = counter.rpc_async(0).wait(gate)
@@ -117,23 +94,20 @@ def test_calls_that_run_or_wait_fail_and_the_next_ones_are_in_order(
         blocking = pool.submit(counter.rpc_sync(0).add, 1)
         numbers = workers[0].service(RRefService).caller.calls
         until(lambda: len(numbers.in_flight()) == 3)
-        revive()
+        workers.revive()
         for call in (running.wait, waiting.wait, lambda: blocking.result(SOON)):
             error = error_of(call)
             assert (type(error), error.executed) == (rpc.OwnerDied, None)
-            assert "the actor Counter 'steps' on w1 is lost: worker w1 (rank 1) is gone" in str(
-                error
-            )
+            told = "the actor Counter 'steps' on w1 is lost: worker w1 (rank 1) is gone"
+            assert told in str(error)
         futures = [counter.rpc_async().add(1) for _ in range(10)]
         assert [each.wait() for each in futures] == [(n, 1) for n in range(1, 11)]
 
 
-def test_calls_in_between_fail_at_once(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_calls_in_between_fail_at_once(workers: Crew) -> None:
     counter = make(workers[0])
-    other = hand_on(counter, workers[2])
-    die()
+    other = hand_on(counter, workers[0], workers[2])
+    workers.die()
     for rref in (counter, other):
         for call in (rref.rpc_sync().add, lambda n, rref=rref: rref.rpc_async().add(n).wait()):
             error = error_of(call, 1)
@@ -145,24 +119,21 @@ def test_calls_in_between_fail_at_once(
     back = threading.Event()
     with workers[2].as_current():
         rpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
-        revive()
+        workers.revive()
         assert back.wait(SOON)
         assert other.rpc_sync().add(1) == (1, 1)
 
 
-def test_it_is_not_made_again_if_the_maker_has_died_too(
-    elastic: Elastic, workers: list[Agent], die: Callable[..., None]
-) -> None:
+def test_it_is_not_made_again_if_the_maker_has_died_too(elastic: Elastic, workers: Crew) -> None:
     first, second = make(workers[0]), make(workers[2])
-    other, another = hand_on(first, workers[2]), hand_on(second, workers[0])
-    die(0)
+    other, another = hand_on(first, workers[0], workers[2]), hand_on(second, workers[2], workers[0])
+    workers.die(0)
     assert other.rpc_sync().add(1) == (1, 0)
-    die(1)
+    workers.die(1)
     assert "the worker that made it is lost too" in str(error_of(other.rpc_sync().add, 1))
     with ThreadPoolExecutor(2) as pool:  # each waits for the other
         workers[:2] = pool.map(lambda rank: elastic.join(f"w{rank}", rank, restarts=1), range(2))
-    error = error_of(other.rpc_sync().add, 1)
-    assert (type(error), error.executed) == (rpc.OwnerDied, False)
+    refusal(other, rpc.OwnerDied)
     assert second.rpc_sync().add(1) == (1, 1)
     assert another is not None
 
@@ -172,15 +143,11 @@ class Plain(Counter):
     pass
 
 
-def test_one_that_is_not_to_be_made_again_stays_lost(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_one_that_is_not_to_be_made_again_stays_lost(workers: Crew) -> None:
     foreign = make(workers[0], cls=rpc.actor(dict, restart=True))
     plain = make(workers[0], cls=Plain, name="plain")
-    revive()
-    error = error_of(plain.rpc_sync().add, 1)
-    assert (type(error), error.executed) == (rpc.OwnerDied, False)
-    assert "make it again on a worker that lives" in str(error)
+    workers.revive()
+    assert "make it again on a worker that lives" in refusal(plain, rpc.OwnerDied)
     assert foreign.rpc_sync().get("key", 1) == 1
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("plain", 0.1)
@@ -188,40 +155,30 @@ def test_one_that_is_not_to_be_made_again_stays_lost(
 
 @pytest.mark.parametrize("stopper", [0, 2])
 @pytest.mark.parametrize("between", [False, True])
-def test_one_that_is_stopped_is_not_made_again(
-    workers: list[Agent],
-    die: Callable[..., None],
-    revive: Callable[..., None],
-    stopper: int,
-    between: bool,
-) -> None:
+def test_one_that_is_stopped_is_not_made_again(workers: Crew, stopper: int, between: bool) -> None:
     counter = make(workers[0], name="steps")
-    other = hand_on(counter, workers[2])
+    other = hand_on(counter, workers[0], workers[2])
     to_stop = other if stopper == 2 else counter
     if between:
-        die()
+        workers.die()
         assert isinstance(error_of(to_stop.stop), rpc.OwnerDied)
     else:
         to_stop.stop()
-    revive()
+    workers.revive()
     for rref in (counter, other):
-        error = error_of(rref.rpc_sync().add, 1)
-        assert error.executed is False
-        assert "or it was stopped" in str(error)
+        assert "or it was stopped" in refusal(rref)
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("steps", 0.1)
     make(workers[2], 5, name="steps")
 
 
-def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(workers: Crew) -> None:
     make(workers[0], 7, name="steps")
     with workers[2].as_current():
         before = rpc.get_actor("steps", SOON)
         assert before.rpc_sync().add(1) == (8, 0)
-        die()
-        revive()
+        workers.die()
+        workers.revive()
         again = rpc.get_actor("steps", SOON)
         assert again.rpc_sync().add(1) == (8, 1)
         assert before == again
@@ -230,34 +187,26 @@ def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(
     assert "was stopped by w2" in str(error_of(before.rpc_sync().add, 1))
 
 
-def test_if_another_actor_has_the_name_meanwhile_it_is_not_made_again(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_if_another_actor_has_the_name_meanwhile_it_is_not_made_again(workers: Crew) -> None:
     counter = make(workers[0], 7, name="steps")
-    die()
+    workers.die()
     with workers[2].as_current():
         taken = rpc.remote("w2", Plain, (3,), name="steps")
         assert taken.rpc_sync().add(1) == (4, 0)
-    revive()
-    error = error_of(counter.rpc_sync().add, 1)
-    assert error.executed is False
-    assert "Counter is not made: its name 'steps' is taken" in str(error)
+    workers.revive()
+    assert "Counter is not made: its name 'steps' is taken" in refusal(counter)
     assert taken.rpc_sync().add(1) == (5, 0)
 
 
-def test_the_maker_s_rrefs_decide_and_nobody_waits_in_vain(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_the_maker_s_rrefs_decide_and_nobody_waits_in_vain(workers: Crew) -> None:
     counter = make(workers[0])
-    other = hand_on(counter, workers[2])
+    other = hand_on(counter, workers[0], workers[2])
     del counter
     service = workers[0].service(RRefService)
     until(lambda: service.stats()["rrefs_held"] == 0, "the maker's is dropped", collect=True)
     assert other.rpc_sync().add(1) == (1, 0)
-    revive()
-    error = error_of(other.rpc_sync().add, 1)
-    assert error.executed is False
-    assert "the worker that made it has no RRef to it any more" in str(error)
+    workers.revive()
+    assert "the worker that made it has no RRef to it any more" in refusal(other)
 
 
 class Broken(Exception):
@@ -272,30 +221,26 @@ class Fragile(Counter):
             raise Broken
 
 
-def test_if_the_constructor_fails_then_the_calls_raise_that(
-    workers: list[Agent], revive: Callable[..., None]
-) -> None:
+def test_if_the_constructor_fails_then_the_calls_raise_that(workers: Crew) -> None:
     fragile, named = make(workers[0], cls=Fragile), make(workers[0], cls=Fragile, name="steps")
-    other = hand_on(fragile, workers[2])
-    revive()
+    other = hand_on(fragile, workers[0], workers[2])
+    workers.revive()
     for rref in (fragile, other, named):
         with pytest.raises(Broken):
             rref.rpc_sync().add(1)
     make(workers[2], name="steps")  # the name is free
-    revive(count=2)
+    workers.revive(count=2)
     assert fragile.rpc_sync().add(1) == other.rpc_sync().add(0) == (1, 2)
     with workers[0].as_current():
         assert rpc.get_actor("steps", SOON).rpc_sync().add(1) == (1, 2)
 
 
-def test_the_new_one_is_freed_with_the_last_rref(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_the_new_one_is_freed_with_the_last_rref(workers: Crew) -> None:
     counter = make(workers[0])
-    other = hand_on(counter, workers[2])
-    die()
-    late = hand_on(counter, workers[2])
-    revive()
+    other = hand_on(counter, workers[0], workers[2])
+    workers.die()
+    late = hand_on(counter, workers[0], workers[2])
+    workers.revive()
     assert late.rpc_sync().add(1) == (1, 1)
     del counter
     assert other.rpc_sync().add(1) == (2, 1)
@@ -305,17 +250,15 @@ def test_the_new_one_is_freed_with_the_last_rref(
         until(lambda stats=stats: not any(stats().values()), str(stats), collect=True)
 
 
-def test_a_creation_in_flight_is_made_again_too(
-    workers: list[Agent], die: Callable[..., None], revive: Callable[..., None]
-) -> None:
+def test_a_creation_in_flight_is_made_again_too(workers: Crew) -> None:
     with Gate() as gate, workers[0].as_current():
         cls = rpc.actor(Opener, restart=True)
         opener = rpc.remote("w1", cls, (gate,))
         gate.await_entry()
         gate.open()
-        die()
+        workers.die()
         assert isinstance(error_of(opener.ready), rpc.OwnerDied)
-        revive()
+        workers.revive()
         opener.ready(SOON)
 
 
@@ -324,11 +267,9 @@ class Opener:
         gate.wait_inside()
 
 
-def test_a_group_of_actors_is_made_again_member_by_member(
-    workers: list[Agent], revive: Callable[..., None]
-) -> None:
+def test_a_group_of_actors_is_made_again_member_by_member(workers: Crew) -> None:
     with workers[0].as_current():
         counters = rpc.remote(rpc.group("w*"), Counter, args=(rpc.each([10, 20, 30]),))
         assert [count for count, _ in counters.rpc_sync().add(1)] == [11, 21, 31]
-        revive()
+        workers.revive()
         assert counters.rpc_sync().add(1) == [(12, 0), (21, 1), (32, 0)]

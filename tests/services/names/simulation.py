@@ -20,8 +20,6 @@ from zrpc.services.names.messages import (
 from zrpc.services.names.registry import NameRegistry
 from zrpc.wire.member_id import MemberId
 
-__all__ = ["ALL", "DEPOSED", "WITHOUT_LOSSES", "Violation", "World", "run", "schedules"]
-
 NAMES = ("a", "b")
 WITHOUT_LOSSES = ("claim", "claim", "watch", "deliver", "deliver", "deliver", "free")
 ALL = (*WITHOUT_LOSSES, "deliver", "repeat", "drop", "again", "kill", "notice", "introduce", "find")
@@ -29,10 +27,6 @@ ALL = (*WITHOUT_LOSSES, "deliver", "repeat", "drop", "again", "kill", "notice", 
 DEPOSED = (*WITHOUT_LOSSES, *6 * ("deliver",), "again", "depose", *4 * ("notice",))
 
 Step = tuple[str, int, int]
-
-
-class Violation(AssertionError):
-    """A rule is broken."""
 
 
 def schedules(kinds: Iterable[str], least: int = 0) -> st.SearchStrategy[list[Step]]:
@@ -91,14 +85,16 @@ class World:
 
     # -- what happens ----------------------------------------------------------------------
 
-    def claim(self, at: MemberId, name: str, past: Holder | None = None) -> None:
-        member = self.members[at]
-        member.claims[member.registry.ask(name, True, past)] = name
-        self.settle(at)
+    def claim(self, at: MemberId, name: str) -> None:
+        self.ask(at, name, True)
 
-    def watch(self, at: MemberId, name: str, past: Holder | None = None) -> None:
+    def watch(self, at: MemberId, name: str) -> None:
+        self.ask(at, name, False)
+
+    def ask(self, at: MemberId, name: str, claims: bool, past: Holder | None = None) -> None:
         member = self.members[at]
-        member.watches[member.registry.ask(name, False, past)] = name
+        asks = member.claims if claims else member.watches
+        asks[member.registry.ask(name, claims, past)] = name
         self.settle(at)
 
     def free(self, at: MemberId, name: str) -> None:
@@ -183,7 +179,7 @@ class World:
             if holder.member not in self.dead:
                 other.registry.deny(name, holder.number)
                 self.settle(holder.member)
-            (self.claim if claims else self.watch)(at, name, holder)
+            self.ask(at, name, claims, holder)
 
     # -- what must hold --------------------------------------------------------------------
 
@@ -192,8 +188,7 @@ class World:
 
     def check(self) -> None:
         for name in NAMES:
-            if len(holders := self.holders(name)) > 1 and not self.parted:
-                raise Violation(f"{name} is held by {holders}")
+            assert self.parted or len(self.holders(name)) <= 1, name
 
     def finish(self, rng: random.Random) -> None:
         """Lets everything happen that must."""
@@ -210,14 +205,11 @@ class World:
                     break
                 self.deliver(self.packets.pop(rng.randrange(len(self.packets))))
             else:
-                raise Violation("messages without end")
+                raise AssertionError("messages without end")
         for at in self.living:
             member = self.members[at]
-            if member.claims:
-                raise Violation(f"claims of {at} have not ended: {member.claims}")
-            for name in member.watches.values():
-                if self.holders(name):
-                    raise Violation(f"{at} was not told of {name}")
+            assert not member.claims, f"they have not ended at {at}"
+            assert not any(map(self.holders, member.watches.values())), f"{at} was not told of it"
 
 
 def run(size: int, schedule: list[Step], seed: int, first: int = 3) -> World:
@@ -247,7 +239,7 @@ def happen(world: World, kind: str, one: int, two: int) -> None:
         world.members[at].registry.repeat()
         world.settle(at)
     elif kind == "kill" and len(callable_) > 1:
-        world.kill(world.living[one % len(world.living)] if len(callable_) > 1 else at)
+        world.kill(world.living[one % len(world.living)])
     elif kind == "depose" and len(callable_) > 1:
         arbiter = world.term.arbiter
         world.kill(arbiter if arbiter in callable_ else callable_[0])

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -78,12 +79,13 @@ def names_held(mesh: Mesh) -> list[int]:
 # -- names -----------------------------------------------------------------------------------
 
 
-def test_an_actor_is_found_by_its_name_on_any_worker(mesh: Mesh) -> None:
-    made = mesh.run(0, make, "worker1", 5)
-    assert mesh.run_all(get) == [5, 5, 5]
-    assert mesh.run(0, rpc.get_actor, "replay") == made
-    assert mesh.run(1, lambda: rpc.get_actor("replay").is_owner())
-    assert mesh.run(1, lambda: rpc.get_actor("replay").local_value().value) == 5
+def test_an_actor_is_found_by_its_name_which_may_be_any_text_on_any_worker(mesh: Mesh) -> None:
+    name = "Ä /\n'\"🙂"
+    made = mesh.run(0, make, "worker1", 5, name)
+    assert mesh.run_all(get, name) == [5, 5, 5]
+    assert mesh.run(0, rpc.get_actor, name) == made
+    assert mesh.run(1, lambda: rpc.get_actor(name).is_owner())
+    assert mesh.run(1, lambda: rpc.get_actor(name).local_value().value) == 5
 
 
 @pytest.mark.parametrize("owner", WORKERS)
@@ -92,32 +94,12 @@ def test_a_name_that_is_taken_is_refused_with_who_has_it(mesh: Mesh, owner: str)
     for maker, to in ((0, "worker1"), (2, owner)):
         with pytest.raises(rpc.RpcError) as caught:
             mesh.run(maker, make, to)
-        assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in str(
-            caught.value
-        )
-        assert "stop() if it is an actor's, else it lasts until the owner leaves" in str(
-            caught.value
-        )
+        told = str(caught.value)
+        assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in told
+        assert "stop() if it is an actor's, else it lasts until the owner leaves" in told
         assert caught.value.executed is False
     assert Made.count == 1
     mesh.run(0, make, "worker1", name="another")
-
-
-def test_a_name_is_taken_before_the_constructor_runs(mesh: Mesh) -> None:
-    gate = Gate()
-
-    class Slow(Made):
-        def __init__(self) -> None:
-            gate.wait_inside()
-            super().__init__("slow")
-
-    mesh.run(0, lambda: rpc.remote("worker1", Slow, name="replay"))
-    gate.await_entry()
-    with pytest.raises(rpc.RpcError, match=r"is taken by .*Slow on worker1"):
-        mesh.run(2, make, "worker2")
-    future = mesh.submit(2, get)
-    gate.open()
-    assert future.result(SOON) == "slow"
 
 
 def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
@@ -139,28 +121,15 @@ def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
     assert names_held(mesh) == [0, 0, 1]
 
 
-def test_a_name_is_free_if_the_constructor_fails(mesh: Mesh) -> None:
-    failed = mesh.run(0, lambda: rpc.remote("worker1", Failing, name="replay"))
-    with pytest.raises(KeyError, match="own error"):
-        mesh.run(0, failed.to_here)
-    until(lambda: names_held(mesh) == [0, 0, 0])
-    mesh.run(2, make, "worker2", "next")
-    assert mesh.run(0, get) == "next"
-
-
-def test_arguments_that_cannot_be_pickled_take_no_name(mesh: Mesh) -> None:
+def test_arguments_that_cannot_be_pickled_or_unpickled_take_no_name(mesh: Mesh) -> None:
     with pytest.raises(rpc.SerializationError):
         mesh.run(0, make, "worker1", threading.Lock())
-    mesh.run(0, make, "worker1", 3)
-    assert mesh.run(0, get) == 3
-
-
-def test_arguments_that_cannot_be_unpickled_leave_the_name_free(mesh: Mesh) -> None:
     failed = mesh.run(0, make, "worker1", Unreadable())
     with pytest.raises(rpc.SerializationError):
         mesh.run(0, failed.to_here)
     until(lambda: names_held(mesh) == [0, 0, 0])
     mesh.run(0, make, "worker1", 3)
+    assert mesh.run(0, get) == 3
 
 
 class Unreadable:
@@ -168,27 +137,15 @@ class Unreadable:
         return int, ("no number",)
 
 
-@pytest.mark.parametrize("name", ["", 5, "n" * 1025, b"bytes"])
-def test_a_name_of_another_form_is_refused(mesh: Mesh, name: Any) -> None:
-    with pytest.raises(ValueError, match="expected the name of an actor"):
-        mesh.run(0, make, "worker1", name=name)
-    with pytest.raises(ValueError, match="expected the name of an actor"):
-        mesh.run(0, rpc.get_actor, name)
-
-
-def test_exist_ok_needs_a_name(mesh: Mesh) -> None:
+def test_a_name_of_another_form_or_for_several_actors_is_refused(mesh: Mesh) -> None:
+    for name in ("", 5, "n" * 1025, b"bytes"):
+        for use in (partial(make, "worker1", name=name), partial(rpc.get_actor, name)):
+            with pytest.raises(ValueError, match="expected the name of an actor"):
+                mesh.run(0, use)
     with pytest.raises(ValueError, match="expected a name with exist_ok"):
         mesh.run(0, lambda: rpc.remote("worker1", Made, exist_ok=True))
-
-
-def test_a_group_cannot_share_a_name(mesh: Mesh) -> None:
     with pytest.raises(ValueError, match="expected one worker for the name 'replay', got a group"):
         mesh.run(0, lambda: rpc.remote(rpc.group("worker*"), Made, name="replay"))
-
-
-def test_any_text_is_a_name(mesh: Mesh) -> None:
-    mesh.run(0, make, "worker1", 1, name="Ä /\n'\"🙂")
-    assert mesh.run(2, get, "Ä /\n'\"🙂") == 1
 
 
 @rpc.actor
@@ -204,10 +161,12 @@ class Log:
         return list(self.lines)
 
 
-def test_calls_of_an_actor_that_is_found_begin_in_order(mesh: Mesh) -> None:
+def test_an_actor_that_is_being_made_has_its_name_and_its_calls_begin_in_order(mesh: Mesh) -> None:
     gate = Gate()
     mesh.run(0, lambda: rpc.remote("worker1", Log, (gate,), name="replay"))
     gate.await_entry()
+    with pytest.raises(rpc.RpcError, match="is taken by Log on worker1"):
+        mesh.run(2, make, "worker2")
 
     def write() -> Any:
         log = rpc.get_actor("replay", SOON)
@@ -216,8 +175,6 @@ def test_calls_of_an_actor_that_is_found_begin_in_order(mesh: Mesh) -> None:
         return futures[-1].wait()
 
     assert mesh.run(2, write) == list(range(20))
-    with pytest.raises(rpc.RpcError, match="is taken by Log on worker1"):
-        mesh.run(2, make, "worker2")
     mesh.run(0, lambda: rpc.get_actor("replay").stop(SOON))
     mesh.run(2, make, "worker2")
 
@@ -306,12 +263,6 @@ def test_an_actor_that_is_shared_while_others_stop_it_runs_or_was_stopped(mesh: 
 # -- get_actor -------------------------------------------------------------------------------
 
 
-def test_get_actor_waits_until_the_name_exists(mesh: Mesh) -> None:
-    searches = [mesh.submit(worker, lambda: rpc.rpc_sync("worker1", get)) for worker in (0, 1)]
-    mesh.run(2, make, "worker1", 7)
-    assert [search.result(SOON) for search in searches] == [7, 7]
-
-
 def test_get_actor_says_that_there_is_none_in_time(mesh: Mesh) -> None:
     with pytest.raises(rpc.RpcTimeoutError, match=r"'replay' within 0.05 s, found none") as caught:
         mesh.run(0, rpc.get_actor, "replay", 0.05)
@@ -371,18 +322,6 @@ def test_a_name_is_free_when_its_owner_leaves(mesh: Mesh, owner: str) -> None:
     assert search.result(SOON) == "next"
 
 
-def test_names_outlive_the_worker_that_granted_them(mesh: Mesh) -> None:
-    mesh.run(1, make, "worker2", 9)
-    search = mesh.submit(1, get, "later")
-    mesh.run(2, get)
-    mesh.agent("worker0").close()
-    assert mesh.run(2, get) == 9
-    with pytest.raises(rpc.RpcError, match="is taken by Made on worker2"):
-        mesh.run(2, make, "worker1")
-    mesh.run(2, make, "worker2", 10, name="later")
-    assert search.result(SOON) == 10
-
-
 @pytest.mark.system
 @pytest.mark.zrpc(faults=True)
 def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: Mesh) -> None:
@@ -392,3 +331,79 @@ def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: M
         mesh.agent("worker1").close()
     with pytest.raises(rpc.WorkerDied, match="worker1"):
         future.result(SOON)
+
+
+# -- workers that are killed -----------------------------------------------------------------
+
+
+class Kept:
+    """Can be pickled for another process."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def get(self) -> int:
+        return self.value
+
+
+def keep(to: str, value: int, name: str = "replay", **more: Any) -> Any:
+    return rpc.remote(to, Kept, (value,), name=name, **more)
+
+
+def make_there(*args: Any, **more: Any) -> None:
+    keep(*args, **more)
+
+
+@pytest.mark.zrpc(workers=4, processes=True)
+def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
+    mesh.run(2, make_there, "worker1", 1, name="lost")
+    mesh.run(2, make_there, "worker3", 3, name="kept")
+    search = mesh.submit(3, get, "later")
+    mesh.kill(0)  # has granted the names
+    mesh.kill(1)
+    assert mesh.run(2, get, "kept") == 3
+    mesh.run(2, make_there, "worker3", 4, name="lost", exist_ok=True)  # waits until it is free
+    assert mesh.run(2, get, "lost") == 4
+    mesh.run(2, make_there, "worker2", 5, name="later")
+    assert search.result(SOON) == 5
+
+
+def share(number: int) -> Any:
+    return keep(f"worker{number}", number, exist_ok=True).rpc_sync().get()
+
+
+@pytest.mark.zrpc(workers=4, processes=True)
+def test_makers_share_one_actor_while_workers_die(mesh: Mesh) -> None:
+    futures = [mesh.submit(worker, share, worker) for worker in (1, 2, 3)]
+    mesh.kill(0)
+    [owner] = {future.result(SOON) for future in futures}
+    mesh.kill(owner)
+    left = [worker for worker in (1, 2, 3) if worker != owner]
+    futures = [mesh.submit(worker, share, worker) for worker in left]
+    [again] = {future.result(SOON) for future in futures}
+    assert again != owner
+
+
+def make_many(gone: str) -> None:
+    for number in range(300):
+        keep(("worker1", "worker2")[number % 2], number, f"{gone}/{number}")
+
+
+def share_by_name(name: str) -> Any:
+    return keep("worker1", -1, name, exist_ok=True).rpc_sync().get()
+
+
+@pytest.mark.zrpc(workers=4, processes=True)
+@pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
+def test_a_worker_that_dies_in_the_midst_of_claims_leaves_no_name_without_an_actor(
+    mesh: Mesh, victim: int
+) -> None:
+    making = [mesh.submit(worker, make_many, f"by{worker}") for worker in (2, 3)]
+    mesh.run(1, get, "by3/5")
+    mesh.kill(victim)
+    making[0].result(SOON)
+    if victim != 3:
+        making[1].result(SOON)
+
+    for number in range(0, 100, 10):
+        assert mesh.run(1, share_by_name, f"by3/{number}") in (number, -1)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from zrpc.services.elastic.limits import DEFAULT_LIMITS, ElasticLimits
+from zrpc.services.elastic.limits import ElasticLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,7 @@ class LogBounds:
         """The places to delete before the bounds move on."""
         return range(self.swept, self.floor)
 
-    def due(
-        self, position: int, members: int, predecessors: int, limits: ElasticLimits = DEFAULT_LIMITS
-    ) -> bool:
+    def due(self, position: int, members: int, predecessors: int, limits: ElasticLimits) -> bool:
         """Whether a member that has read events up to a position must write a snapshot.
 
         A number of other members, its predecessors, must do so sooner. If they are frozen, this one

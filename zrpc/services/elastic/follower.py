@@ -99,7 +99,6 @@ class _Admission:
         elif self._record.member_id in self._state.admitted and not self._state.missing:
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
-                self._agent.liveness.expected = set()
                 self._outcome.set_result(None)
         elif time.monotonic() > self._return_until:
             # The others may have finished before this worker came back.
@@ -126,7 +125,7 @@ class _Admission:
                 if not check:
                     break  # the others can be asked when this one has read it
         if late and check:
-            self._agent.liveness.expected = set(late)  # are they alive?
+            self._agent.liveness.suspected.update(late)  # are they alive?
         return not late
 
     def _too_late(self, timeout: float) -> str:

@@ -1,6 +1,6 @@
 """The log of a mesh, in a store: a list to which all append, and that all read from its start.
 
-Any ``torch.distributed.Store`` will do. The next place in the list is taken by an atomic
+Any of torch's stores will do. The next place in the list is taken by an atomic
 compare_set, so that all see the same order and there are no gaps. An event is signed together with
 its place and with the mesh's own id, so that no old event can be put in the place of another.
 
@@ -40,13 +40,12 @@ class MembershipLog:
         self._entries = entries
         self._mesh = entries.get_or_set("mesh", secrets.token_hex(8))
         self._bounds_key = f"bounds/{self._mesh}"
-        self._begun = False
         self._position = 0
         self._empty_reads = 0  # since the bounds were read
         # As they were read last, and their entry.
         self._bounds = LogBounds()
         self._bounds_entry = b""
-        self._compacts = entries.can_delete
+        self._compacts = True  # until a snapshot can't be read
 
     def append(self, event: MembershipEvent) -> bool:
         """Appends an event; returns False if it may never be read.
@@ -74,9 +73,8 @@ class MembershipLog:
             AuthenticationError: the bounds or the snapshot are signed with another secret.
             RendezvousError: there is no snapshot.
         """
-        if not self._begun:
+        if not self._position:
             self._read_bounds()
-            self._begun = True
             if self._bounds.generation:
                 return self._read_from_snapshot()
         first, events = self._position, self._read_events()
@@ -133,8 +131,7 @@ class MembershipLog:
 
     def withdraw_position(self, token: str) -> None:
         """Removes a worker's note; must be called when it is no longer a member."""
-        if self._compacts:
-            self._entries.delete(_position_key(token))
+        self._entries.delete(_position_key(token))
 
     def next_rank(self) -> int:
         """Returns a rank that no other worker is given, until all have been given."""

@@ -69,7 +69,7 @@ class Free(NamedTuple):
 
 
 class Collect(NamedTuple):
-    """To all: a new term has begun, which names do you hold?"""
+    """A new term has begun. From its arbiter, to all: which names do you hold?"""
 
     ballot: Ballot
 
@@ -79,12 +79,6 @@ class Report(NamedTuple):
 
     ballot: Ballot
     names: list[tuple[str, int, Grant]]
-
-
-class Refuse(NamedTuple):
-    """Answers `Collect`: the sender takes part in a later term."""
-
-    ballot: Ballot
 
 
 class Lose(NamedTuple):
@@ -128,8 +122,8 @@ class Naming(NamedTuple):
         return cls(str(name), str(what), bool(actor), holder, bool(restarts))
 
 
-NameMessage = Ask | Held | Free | Collect | Report | Refuse | Lose
-_KINDS: tuple[type[NameMessage], ...] = (Ask, Held, Free, Collect, Report, Refuse, Lose)
+NameMessage = Ask | Held | Free | Collect | Report | Lose
+_KINDS: tuple[type[NameMessage], ...] = (Ask, Held, Free, Collect, Report, Lose)
 
 
 def dump(message: NameMessage) -> bytes:
@@ -163,7 +157,7 @@ def _read(kind: type[NameMessage], fields: list[Any]) -> NameMessage:
         name, number = fields
         return kind(str(name), int(number))
     [ballot] = fields
-    return Collect(_ballot(ballot)) if kind is Collect else Refuse(_ballot(ballot))
+    return Collect(_ballot(ballot))
 
 
 def _holder(fields: Any) -> Holder:

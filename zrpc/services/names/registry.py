@@ -12,8 +12,8 @@ ASK     asker, arbiter     who holds this name? If nobody: I want it, or tell me
 HELD    arbiter, asker     this one does; maybe you, from now on
 FREE    holder, arbiter    I no longer hold this name, or no longer ask
 COLLECT arbiter, all       my term has begun: which names do you hold?
+        member, arbiter    another's term has begun, a later one
 REPORT  member, arbiter    these
-REFUSE  member, collector  I take part in a later term
 LOSE    arbiter, holder    somebody else has your name by a later grant
 ======= ================== ================================================================
 
@@ -58,7 +58,6 @@ from zrpc.services.names.messages import (
     Holder,
     Lose,
     NameMessage,
-    Refuse,
     Report,
 )
 from zrpc.wire.member_id import MemberId
@@ -214,7 +213,7 @@ class NameRegistry:
     def _(self, collect: Collect, _sender: MemberId) -> None:
         ballot = collect.ballot
         if ballot < self._promised:
-            self._send(ballot.arbiter, Refuse(self._promised))
+            self._send(ballot.arbiter, Collect(self._promised))
             return
         if ballot > self._promised:
             self._promise(ballot)
@@ -227,7 +226,7 @@ class NameRegistry:
         if before.arbiter == self._own_id:
             waiting, self._waiting = self._waiting, {}
             for ask in waiting.values():
-                self._send(ballot.arbiter, ask)
+                self._send(self._arbiter(), ask)
             self._table.clear()
         elif before.arbiter != ballot.arbiter and before.arbiter in self._found():
             # The new arbiter may have lost it.
@@ -252,16 +251,6 @@ class NameRegistry:
                 return
             self._begin_term(self._promised)
         self._waiting[ask.asker] = ask
-        self._answer()
-
-    @_on.register
-    def _(self, refuse: Refuse, _sender: MemberId) -> None:
-        if not self._is_arbiter or refuse.ballot <= self._promised:
-            return
-        if refuse.ballot.arbiter in self._found():
-            self._promise(refuse.ballot)  # and not a still later term, or two might race
-            return
-        self._begin_term(refuse.ballot)
         self._answer()
 
     def _begin_term(self, last: Ballot) -> None:

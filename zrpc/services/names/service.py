@@ -80,9 +80,8 @@ class NameService(Service, MessageHooks):
         self._named: dict[str, _Named] = {}
         # Those that could not be made, each with the time until which it is kept.
         self._failed: deque[tuple[float, _Named]] = deque()
-        # What threads wait for, and those that make an actor, by its id.
-        self._waiting: dict[Waiting[Any], None] = {}
-        self._makers: dict[RRefId | None, Waiting[Any]] = {}
+        # What threads wait for; of one that makes an actor, with its id.
+        self._waiting: dict[Waiting[Any], RRefId | None] = {}
         self._next_repeat = 0.0
         agent.service(ActorService).on_stop.append(self.release)
 
@@ -123,9 +122,7 @@ class NameService(Service, MessageHooks):
             rref_id: the actor that is made; `answer` is then called with who has its name.
         """
         with self._lock:
-            self._waiting[waiting] = None
-            if rref_id is not None:
-                self._makers[rref_id] = waiting
+            self._waiting[waiting] = rref_id
         try:
             if self.agent.closed:
                 raise has_shut_down()
@@ -133,7 +130,6 @@ class NameService(Service, MessageHooks):
         finally:
             with self._lock:
                 del self._waiting[waiting]
-                self._makers.pop(rref_id, None)
 
     # -- at the owner ----------------------------------------------------------------------
 
@@ -311,9 +307,9 @@ class NameService(Service, MessageHooks):
 
     def _on_outcome(self, rref_id: RRefId, holder: Holder | None) -> None:
         with self._lock:
-            waiting = self._makers.get(rref_id)
-        if waiting is not None:
-            waiting.answer(holder)
+            makers = [waiting for waiting, of in self._waiting.items() if of == rref_id]
+        for maker in makers:
+            maker.answer(holder)
 
     # -- events of the agent ---------------------------------------------------------------
 
