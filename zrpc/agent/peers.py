@@ -220,7 +220,8 @@ class Peers:
             self._shutdown.receive(member, message.body)
         if message.kind == Kind.LEAVE or self._liveness.reason(member) in _SAID_BY_ITSELF:
             return
-        self.tell(member)
+        if not self._out_by_log(member):
+            self.tell(member)
 
     def tell(self, member: MemberId) -> None:
         """Tells a member that is lost so, by a mailbox, at most once in a while."""
@@ -232,7 +233,8 @@ class Peers:
     def _on_greeting(self, member: MemberId) -> None:
         """A member begins to watch whether this worker lives, or has connected again for that."""
         if member in self._membership.lost:
-            self._answer_heartbeats(member)
+            if not self._out_by_log(member):
+                self._answer_heartbeats(member)
         else:
             self._liveness.greeted(member)
 
@@ -247,8 +249,12 @@ class Peers:
         if verdict is not None:
             return Message(Kind.LOST, body=pack_notes([verdict])).first_frame()
         tried = self._liveness.tried_in_vain(member)
-        out = self._liveness.reason(member) is Reason.OUT  # by the log of an elastic mesh
-        return LeaveMessage(declared_dead=not out, tried=tried).pack().first_frame()
+        return LeaveMessage(declared_dead=True, tried=tried).pack().first_frame()
+
+    def _out_by_log(self, member: MemberId) -> bool:
+        """Whether the log of an elastic mesh has put out this worker: the others read why there."""
+        out = self._liveness.reason(member) is Reason.OUT
+        return out and self._membership.own_id not in self._put_out
 
     def _on_leave(self, message: Message) -> None:
         said = LeaveMessage.parse(message.body)
@@ -271,9 +277,7 @@ class Peers:
         """Drops a member that is lost, as the membership knows already."""
         member = loss.member
         self._dispatcher.forget(member)
-        # If the log of an elastic mesh has put out this worker, the others read there why.
-        by_log = loss.reason is Reason.OUT and self._membership.own_id not in self._put_out
-        if loss.reason not in _SAID_BY_ITSELF and not by_log:
+        if loss.reason not in _SAID_BY_ITSELF and not self._out_by_log(member):
             self._answer_heartbeats(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))
