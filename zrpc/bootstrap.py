@@ -53,6 +53,7 @@ from zrpc.services.inspection.service import InspectionService
 from zrpc.services.metrics.service import MetricsService
 from zrpc.services.names.service import NameService
 from zrpc.services.queue.service import QueueService
+from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.rref import plug_in as plug_in_rrefs
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.services.streams.service import StreamService
@@ -66,6 +67,7 @@ _SERVICES: tuple[Callable[[Agent], Service], ...] = (
     AgreementService,
     SharedMemoryService,
     plug_in_rrefs,
+    ActorOrders,
     ActorService,
     NameService,
     GroupService,

@@ -41,7 +41,7 @@ class Owner:
     """Does what a mailbox says, at once."""
 
     def __init__(self, concurrency: int = 1, max_bytes: int = 0, **beside: int) -> None:
-        self.mailbox = Mailbox("Thing", concurrency, beside, max_bytes, lambda _: Full())
+        self.mailbox = Mailbox("Thing", concurrency, beside, max_bytes, Full)
         self.begun: list[Request] = []
         self.running: list[Request] = []
 

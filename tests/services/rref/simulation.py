@@ -287,7 +287,7 @@ class Network:
             machine = self.machines[rank]
             if not machine.idle:
                 raise Violation(f"worker {rank} waits for a message that never comes")
-            if len(machine):
+            if sum(machine.sizes()):
                 raise Violation(f"worker {rank} keeps values and forks: {machine.sizes()}")
         for rref_id, owner in self.owners.items():
             creator = rref_id.created_on

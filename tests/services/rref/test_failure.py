@@ -76,7 +76,7 @@ def type_of_error(use: Any) -> Any:
 def entries() -> Any:
     layer = current_agent().service(RRefService)
     with layer.lock:
-        return len(layer.references), len(layer.values), layer.references.idle
+        return sum(layer.references.sizes()), len(layer.values), layer.references.idle
 
 
 def until_entries(expected: Any) -> None:

@@ -66,7 +66,7 @@ def layers(mesh: Mesh) -> list[RRefService]:
 def entries(layer: RRefService) -> int:
     """How many values and forks a worker keeps."""
     with layer.lock:
-        return len(layer.references) + len(layer.values)
+        return sum(layer.references.sizes()) + len(layer.values)
 
 
 def nothing() -> None: ...

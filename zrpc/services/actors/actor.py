@@ -86,14 +86,9 @@ def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> C
 
 def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
     """Returns the mailbox of an actor that this worker owns, which may have a name."""
-    limit, owner = agent.options.max_bytes_in_flight, agent.worker_info.name
-    mailbox = Mailbox(
-        str(ActorLabel(options.title, name)),
-        options.concurrency,
-        options.beside,
-        limit,
-        lambda mailbox: mailbox_is_full(mailbox.title, owner, limit),
-    )
+    limit, title = agent.options.max_bytes_in_flight, str(ActorLabel(options.title, name))
+    full = partial(mailbox_is_full, title, agent.worker_info.name, limit)
+    mailbox = Mailbox(title, options.concurrency, options.beside, limit, full)
     mailbox.sink = ActorSink(agent.callee, mailbox)
     return mailbox
 

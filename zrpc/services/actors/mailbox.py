@@ -32,7 +32,10 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
+
+from zrpc.calls.cancel_scope import CancelScope
+from zrpc.wire.message import Message
 
 # A series of the caller's, and the number in it.
 Turn = tuple[int, int]
@@ -42,27 +45,9 @@ BESIDE: Turn = (0, 0)
 _ENTRY_BYTES = 2048
 
 
-class Scope(Protocol):
-    """The cancel scope of a call; see `zrpc.calls.cancel_scope`."""
-
-    cancelled: bool
-    begun: bool
-    deferred: bool
-
-
-class Request(Protocol):
-    """The message of a call."""
-
-    scope: Any
-
-    @property
-    def nbytes(self) -> int:
-        """Its size in bytes."""
-
-
 # A call: its request, what begins it, and what refuses it with an error. And one that waits, with
 # its size when it came: the message of an abandoned call is freed.
-Call = tuple[Request, Callable[[], None], Callable[[BaseException], None]]
+Call = tuple[Message, Callable[[], None], Callable[[BaseException], None]]
 _Entry = tuple[Call, int]
 
 
@@ -80,7 +65,7 @@ class _Lane:
     limit: int
     ordered: bool = False
     running: int = 0
-    starting: Scope | None = None
+    starting: CancelScope | None = None
     waiting: deque[_Entry] = field(default_factory=deque)
 
 
@@ -96,6 +81,10 @@ class _Order:
     series: int
     next: int = 0
     held: dict[int, _Entry | None] = field(default_factory=dict)
+
+    def calls(self) -> list[_Entry]:
+        """Returns the calls that are held, in their order."""
+        return [entry for _, entry in sorted(self.held.items()) if entry is not None]
 
 
 class Mailbox:
@@ -123,7 +112,7 @@ class Mailbox:
         concurrency: int,
         beside: Mapping[str, int],
         max_bytes: int,
-        full: Callable[[Mailbox], BaseException],
+        full: Callable[[], BaseException],
     ) -> None:
         self.title = title
         self.concurrency = concurrency
@@ -138,10 +127,8 @@ class Mailbox:
         self._main = _Lane(concurrency, ordered=concurrency > 1)
         self._free = _Lane(0)
         self._orders: dict[int, _Order] = {}
-        self._running: dict[Any, tuple[_Lane, Request]] = {}
+        self._running: dict[CancelScope, tuple[_Lane, Message]] = {}
         self._bytes = 0  # of the entries that wait or are held, abandoned ones included
-        self._last: Call | None = None  # begins when nothing else runs
-        self._ending = False  # whether that was set
 
     @staticmethod
     def do(steps: Sequence[Call]) -> None:
@@ -194,7 +181,7 @@ class Mailbox:
                 steps.append(call)
         return steps
 
-    def on_begun(self, scope: Scope) -> Sequence[Call]:
+    def on_begun(self, scope: CancelScope) -> Sequence[Call]:
         """Notes that the function of a call is about to be called; if several run at once."""
         steps: list[Call] = []
         with self._lock:
@@ -203,7 +190,7 @@ class Mailbox:
                 self._go_on(self._main, steps)
         return steps
 
-    def end(self, scope: Scope) -> Sequence[Call]:
+    def end(self, scope: CancelScope) -> Sequence[Call]:
         """Notes that a call has ended, or never runs. May be called again."""
         steps: list[Call] = []
         with self._lock:
@@ -212,7 +199,7 @@ class Mailbox:
                 lane.running -= 1
                 if lane.starting is scope:
                     lane.starting = None
-                if lane.waiting or self._last is not None:
+                if lane.waiting:
                     self._go_on(lane, steps)
         return steps
 
@@ -242,16 +229,15 @@ class Mailbox:
                 self._release_all(order, steps)
         return steps
 
-    def refuse(self, scope: Scope, error: BaseException) -> Sequence[Call]:
+    def refuse(self, scope: CancelScope, error: BaseException) -> Sequence[Call]:
         """Refuses a call that waits for its turn, if it still does; an end comes nevertheless."""
         steps: list[Call] = []
         with self._lock:
-            if self._last is not None and self._last[0].scope is scope:
-                steps.append(_refusal(self._last, error))
             for lane in self._lanes():
                 for entry in [each for each in lane.waiting if each[0][0].scope is scope]:
-                    lane.waiting.remove(entry)
-                    self._bytes -= entry[1]
+                    if self.stopped is None:
+                        lane.waiting.remove(entry)
+                        self._bytes -= entry[1]
                     steps.append(_refusal(entry[0], error))
         return steps
 
@@ -277,18 +263,16 @@ class Mailbox:
         """
         steps: list[Call] = []
         with self._lock:
-            if last is not None and self._ending:
-                self._main.waiting.append((last, 0))
-            elif last is not None:
-                self._last, self._ending = last, True
             if self.stopped is None:
                 self.stopped = error
-                for call, _ in self._entries():
-                    steps.append(_refusal(call, error))
+                steps += [_refusal(call, error) for call, _ in self._entries()]
                 for lane in self._lanes():
                     lane.waiting.clear()
                 self._orders.clear()
                 self._bytes = 0
+                self._main.limit = 1
+            if last is not None:
+                self._main.waiting.append((last, 0))
             self._go_on(self._main, steps)
         return steps
 
@@ -299,7 +283,7 @@ class Mailbox:
         with self._lock:
             return [sender for sender, order in self._orders.items() if order.held]
 
-    def look(self) -> list[tuple[list[Any], list[Any]]]:
+    def look(self) -> list[tuple[list[Message], list[Message]]]:
         """Returns the requests that run in each lane, and those that wait there, in their order.
 
         Last what is held, beside nothing that runs.
@@ -309,10 +293,7 @@ class Mailbox:
                 ([each for its, each in self._running.values() if its is lane], list(lane.waiting))
                 for lane in self._lanes()
             ]
-            if self._last is not None:
-                found[0][1].insert(0, (self._last, 0))
-            held = [e for order in self._orders.values() for _, e in sorted(order.held.items())]
-            found.append(([], [entry for entry in held if entry is not None]))
+            found.append(([], self._held()))
         return [
             (running, [entry[0][0] for entry in waiting if not _is_abandoned(entry)])
             for running, waiting in found
@@ -346,17 +327,11 @@ class Mailbox:
 
     def _release_all(self, order: _Order, steps: list[Call]) -> None:
         """Queues all calls of an order that is over."""
-        held = [entry for _, entry in sorted(order.held.items()) if entry is not None]
-        self._main.waiting.extend(held)
+        self._main.waiting.extend(order.calls())
         self._go_on(self._main, steps)
 
     def _go_on(self, lane: _Lane, steps: list[Call]) -> None:
         """Begins the calls of a lane for which it is time."""
-        if self._last is not None and lane is self._main:
-            if lane.running:
-                return
-            lane.waiting.appendleft((self._last, 0))
-            self._last = None
         # No function in between: if there were no memory for it, nobody would look again.
         while lane.waiting and lane.starting is None and not 0 < lane.limit <= lane.running:
             call, size = lane.waiting.popleft()
@@ -377,7 +352,7 @@ class Mailbox:
             if self._bytes + size > self._max_bytes:
                 self._drop_abandoned()
             if self._bytes and self._bytes + size > self._max_bytes:
-                error = self._full(self)
+                error = self._full()
         if error is not None:
             steps.append(_refusal(call, error))
             return None
@@ -398,9 +373,11 @@ class Mailbox:
 
     def _entries(self) -> list[_Entry]:
         """Returns what waits in the lanes, and then what is held."""
-        held = [each for order in self._orders.values() for _, each in sorted(order.held.items())]
-        queued = [entry for lane in self._lanes() for entry in lane.waiting]
-        return [*queued, *(entry for entry in held if entry is not None)]
+        return [entry for lane in self._lanes() for entry in lane.waiting] + self._held()
+
+    def _held(self) -> list[_Entry]:
+        """Returns the calls that came too early, those of each caller in their order."""
+        return [entry for order in self._orders.values() for entry in order.calls()]
 
 
 def give_up(call: Call, error: BaseException) -> None:

@@ -45,13 +45,16 @@ class ActorService(Service):
     # -- the order of calls ----------------------------------------------------------------
 
     def _on_skip(self, message: Message) -> None:
-        rref_id, turn = read_ids(message, bytes(message.body))
-        value = self._rrefs.find_value(rref_id)
-        value.when_ready(partial(self._skip, value, message.sender, turn))
+        self._skip(message.sender, *read_ids(message, bytes(message.body)))
 
-    def _skip(self, value: OwnedValue, sender: MemberId, turn: tuple[int, int]) -> None:
-        if value.mailbox is not None:
-            value.mailbox.do(value.mailbox.skip(sender, turn))
+    def _skip(self, sender: MemberId, rref_id: RRefId, turn: tuple[int, int]) -> None:
+        value = self._rrefs.find_value(rref_id)
+
+        def skip() -> None:
+            if value.mailbox is not None:
+                value.mailbox.do(value.mailbox.skip(sender, turn))
+
+        value.when_ready(skip)
 
     @override
     def on_unhandled(self, message: Message) -> None:
@@ -59,9 +62,7 @@ class ActorService(Service):
         ids = (message.attachments or {}).get(Tag.SUBJECT, ())
         of_actor = ids[2:] if message.kind == Kind.REMOTE else ids
         if len(of_actor) > 1:
-            rref_id, turn = of_actor
-            value = self._rrefs.find_value(rref_id)
-            value.when_ready(partial(self._skip, value, message.sender, turn))
+            self._skip(message.sender, *of_actor)
 
     @override
     def actors(self) -> Mapping[str, ActorStats]:

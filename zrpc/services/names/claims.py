@@ -20,6 +20,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.names.messages import Holder, Naming
 from zrpc.services.names.service import NameService
 from zrpc.services.names.waiting import Deadline, Waiting
+from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
@@ -51,7 +52,7 @@ def make_named(
     while True:
         rref, holder = _claim(agent, to, body, timeout, deadline, name, past)
         if holder is None:
-            agent.service(RRefService).orders.keep(rref)
+            agent.service(ActorOrders).keep(rref)
             return rref
         found = _ask_holder(agent, name, holder, exist_ok, deadline)
         if found is None:

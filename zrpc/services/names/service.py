@@ -178,7 +178,7 @@ class NameService(Service, MessageHooks):
         fork = Fork(rref_id, NO_FORK, self._own_id, NO_FORK)
         rref = RRef._of_fork(self._rrefs, fork, self._rrefs.retain_value(rref_id))
         if label is not None:
-            rref._order = self._rrefs.orders.order_of(rref_id, label, self.agent.worker_info)
+            rref._number_calls(label)
         return rref
 
     def _answer_empty(self, request: Message) -> None:

@@ -21,15 +21,12 @@ from zrpc.wire.message import Extensions, Message
 
 
 class _State(Enum):
-    """What a creation counts for. The owner itself has no fork: it counts the call as a handle."""
+    """How far a creation elsewhere has come. At the owner there is no fork, and nothing to note."""
 
-    NEW = auto()  # nothing yet, or a fork whose call has no outcome
+    NEW = auto()
     SETTLED = auto()  # the call has an outcome; its message may have reached the owner
-    ISSUED = auto()  # the fork counts, whatever becomes of the message
-    UNMADE = auto()  # the message never reaches the owner, and nobody has the fork
     REPORTED = auto()  # the owner was told that there will be no value
-    RETAINED = auto()  # at the owner: a handle
-    RELEASED = auto()  # at the owner: that handle has ended
+    TAKEN_BACK = auto()  # the message was not sent, and nobody has the fork
 
 
 @dataclass(slots=True, eq=False)
@@ -94,42 +91,25 @@ class Creation:
         except BaseException:
             self._take_back()
             raise
-        if self.fork_id is not None:
-            self._issue()
         return value
 
     def _count(self) -> OwnedValue | None:
-        references = self.service.references
+        if self.fork_id is None:
+            return self.service.retain_value(self.rref_id)
         with self.service.lock:
-            if self.fork_id is not None:
-                references.create(self.rref_id, self.fork_id, self.owner.member_id)
-                return None
-            references.retain(self.rref_id)  # for the handle
-            references.retain(self.rref_id)  # for the call, which may outlive it
-            self.state = _State.RETAINED
-            return self.service.values[self.rref_id]
-
-    def _issue(self) -> None:
-        with self.service.lock:
-            unmade = self.state is _State.UNMADE
-            self.state = _State.ISSUED
-        if unmade:
-            self.on_not_made()
+            owner = self.owner.member_id
+            self.service.references.create(self.rref_id, self.fork_id, owner)
+        return None
 
     def _take_back(self) -> None:
         """Undoes `start`, which has failed."""
         for call in self.service.caller.calls.in_flight():
             if call.follower is self:  # Ctrl-C came as soon as it was sent
                 call.cancel()
-        if self.fork_id is None:
-            self._release()
-        else:
+        if self.fork_id is not None:
             with self.service.lock:
-                if self.state is _State.SETTLED:
-                    # The owner hears of the fork, and then of its end.
-                    self.state = _State.ISSUED
-                else:
-                    self.state = _State.UNMADE
+                if self.state is _State.NEW:  # else the owner hears of the fork, then of its end
+                    self.state = _State.TAKEN_BACK
                     self.service.references.cancel_create(self.fork_id)
         self.service.dropped.append((self.rref_id, self.fork_id))
 
@@ -143,9 +123,7 @@ class Creation:
         # not read the message.
         unread = isinstance(outcome, Message) and outcome.kind == Kind.ERROR
         failed = unread or isinstance(outcome, Exception)
-        if self.fork_id is None:
-            self._release()
-        else:
+        if self.fork_id is not None:
             with self.service.lock:
                 if self.state is _State.NEW:
                     self.state = _State.SETTLED
@@ -153,6 +131,7 @@ class Creation:
                     self.service.references.on_listed(self.fork_id)
             if unread:
                 self.on_not_made()
+                self.service.settle_references()
         if failed and (fail := self.fail()) is not None:
             fail(outcome)
         call.claim()
@@ -160,25 +139,16 @@ class Creation:
     def on_not_made(self) -> None:
         """Notes that the message never reaches the owner; may be called again.
 
-        Others may have a fork by now. So the owner is told, once, that there will be no value.
+        Others may have a fork by now. So the owner is told, once, that there will be no value: not
+        here, since there may be no memory for a message.
         """
         if self.fork_id is None:
             return
         with self.service.lock:
-            if self.state is _State.ISSUED:
+            if self.state not in (_State.REPORTED, _State.TAKEN_BACK):
                 self.state = _State.REPORTED
                 references = self.service.references
                 references.on_not_made(self.rref_id, self.fork_id, self.owner.member_id)
-            elif self.state is not _State.REPORTED:
-                self.state = _State.UNMADE
-        self.service.settle_references()
-
-    def _release(self) -> None:
-        """Drops, once, the handle that the call counts as."""
-        with self.service.lock:
-            if self.state is _State.RETAINED:
-                self.state = _State.RELEASED
-                self.service.dropped.append((self.rref_id, None))
 
 
 def error_of_creation(failure: Exception | Message, order: CallOrder | None) -> Exception:

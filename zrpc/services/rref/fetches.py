@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from zrpc.agent.agent import Agent
-from zrpc.calls.callee import UNCALLED
 from zrpc.calls.execution import RequestJob
-from zrpc.errors import was_not_executed
-from zrpc.runtime.thread_pool import end_with
+from zrpc.calls.result_sink import ResultSink
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.message import Message
 
@@ -19,9 +17,9 @@ def fetch(
 ) -> None:
     """Answers a request for a copy of a value that is there: if it is an actor's, in its turn."""
     mailbox, callee = value.mailbox, agent.callee
-    fail = callee.fail if mailbox is None else mailbox.sink.fail
-    work = partial(_answer if mailbox is None else _answer_in_turn, agent, value)
-    begin = partial(agent.receiver.run, RequestJob(request, fail, work))
+    sink: ResultSink = callee if mailbox is None else mailbox.sink
+    work = partial(_answer, sink, value)
+    begin = partial(agent.receiver.run, RequestJob(request, sink.fail, work))
     if mailbox is None:
         begin()
         return
@@ -30,23 +28,14 @@ def fetch(
     mailbox.do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
 
 
-def _answer_in_turn(agent: Agent, value: OwnedValue, request: Message) -> None:
-    """Answers for an actor; in the pool."""
-    mailbox = request.scope.mailbox
-    request.scope.begun = True  # for `Mailbox.sweep`
-    mailbox.do(mailbox.on_begun(request.scope))
-    try:
-        _answer(agent, value, request)
-    finally:
-        end_with(partial(mailbox.do, mailbox.end(request.scope)))
-
-
-def _answer(agent: Agent, value: OwnedValue, request: Message) -> None:
+def _answer(sink: ResultSink, value: OwnedValue, request: Message) -> None:
     """Answers in the pool, as pickling may take long and run the user's code."""
+    if value.mailbox is not None:
+        request.scope.begun = True  # for `Mailbox.sweep`
+        value.mailbox.do(value.mailbox.on_begun(request.scope))
     try:
         content = value.get()
     except BaseException as error:
-        uncalled = UNCALLED if was_not_executed(error) else ()
-        agent.callee.answer_error(request, error, uncalled)
+        sink.fail(request, error, report=False)
     else:
-        agent.callee.answer(request, content)
+        sink.answer(request, content)

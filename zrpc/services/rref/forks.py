@@ -69,7 +69,6 @@ def _receive_rref(index: int, *label: Any) -> Any:
     attachments = decoder().message.attachments or {}
     _, rref = attachments[Tag.FORKS][index]
     if label and rref._order is None:
-        orders = rref._service.orders
-        rref._order = orders.order_of(rref._rref_id, ActorLabel(*label), rref._owner)
+        rref._number_calls(ActorLabel(*label))
         rref.owner()  # may have moved
     return rref

@@ -19,24 +19,25 @@ import contextlib
 import itertools
 import logging
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection
 from functools import partial
 from time import monotonic
 from typing import Any
 
+from typing_extensions import override
+
 from zrpc.actors import ActorLabel
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
+from zrpc.agent.service import Service
 from zrpc.calls.future import Future
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.actor import stop_within
 from zrpc.services.actors.order import CallOrder
-from zrpc.services.rref.messages import GloballyUniqueId, RRefId, pack_id
-from zrpc.services.rref.protocol import References
+from zrpc.services.rref.messages import RRefId, pack_id
+from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -45,38 +46,12 @@ from zrpc.wire.message import Message
 logger = logging.getLogger(__name__)
 
 
-class HasOrders(ABC):
-    """The service of an agent that has these orders, as they see it; see `RRefService`."""
+class ActorOrders(Service):
+    """The orders of this worker's calls to actors. Any thread may call its methods."""
 
-    agent: Agent
-    member: MemberId
-    lock: UninterruptedLock
-    references: References
-    orders: ActorOrders
-
-    @abstractmethod
-    def new_id(self) -> GloballyUniqueId:
-        """Returns an id that is unique in the mesh."""
-
-    @abstractmethod
-    def settle_references(self) -> None:
-        """Does what the references have gathered."""
-
-    @abstractmethod
-    def owner_died(self, owner: WorkerInfo) -> OwnerDied:
-        """Returns the error of a value whose owner is lost."""
-
-
-class ActorOrders:
-    """The orders of this worker's calls to actors. Any thread may call its methods.
-
-    Args:
-        service: this worker's RRefs; its lock guards the orders.
-    """
-
-    def __init__(self, service: HasOrders) -> None:
-        self._service = service
-        self._agent = service.agent
+    def __init__(self, agent: Agent) -> None:
+        super().__init__(agent)
+        self._service = agent.service(RRefService)  # its lock guards the orders
         self._orders: weakref.WeakValueDictionary[RRefId, CallOrder] = weakref.WeakValueDictionary()
         self._series = itertools.count(1)
         # RRefs to actors with names, which this worker makes again.
@@ -107,11 +82,11 @@ class ActorOrders:
                 self._orders[rref_id] = order
             watches, self._watches = self._watches, self._watches or label.restarts
         if self._watches and not watches:
-            self._agent.joined.add(lambda _: self.follow_all())
+            self.agent.joined.add(lambda _: self.follow_all())
         return order
 
     def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
-        self._agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
+        self.agent.outbox.post(owner, Message(Kind.SKIP, body=pack_id(*rref_id) + turn))
 
     def keep(self, rref: Any) -> None:
         """Keeps an RRef to an actor with a name, if this worker makes it again.
@@ -123,7 +98,7 @@ class ActorOrders:
                 return
             self._kept[rref._rref_id] = rref
         with contextlib.suppress(WorkerDied):
-            made = rref._ask_beside(READY, 0, self._agent.caller.call_async)
+            made = rref._ask_beside(READY, 0, self.agent.caller.call_async)
             made.add_done_callback(partial(self._on_made, rref._rref_id))
 
     def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
@@ -134,18 +109,17 @@ class ActorOrders:
         except Exception:
             self.forget(rref_id)
 
+    @override
     def close(self) -> None:
-        """Frees what is kept."""
         self._kept.clear()
 
     # -- another owner -----------------------------------------------------------------------
 
     def owner_of(self, rref: Any) -> WorkerInfo:
-        """Returns the worker that an RRef means now."""
-        order = rref._order
-        if order is not None and rref._owner.member_id in self._agent.membership.lost:
+        """Returns the worker that an RRef to an actor means now."""
+        if rref._owner.member_id in self.agent.membership.lost:
             self.follow([rref._rref_id])
-            rref._owner = order.owner
+            rref._owner = rref._order.owner
         owner: WorkerInfo = rref._owner
         return owner
 
@@ -155,7 +129,7 @@ class ActorOrders:
         Raises:
             OwnerDied: there is none, and the RRef has no other error.
         """
-        order, membership = rref._order, self._agent.membership
+        order, membership = rref._order, self.agent.membership
         if order is not None and order.label.restarts:
             if isinstance(rref._failure, WorkerDied):
                 rref._failure = None
@@ -163,20 +137,25 @@ class ActorOrders:
                 return
         if rref._failure is not None:
             return
-        if order is None:
-            raise self._service.owner_died(rref._owner)
         advice, maker = "make it again on a worker that lives", rref._rref_id.created_on
+        why = self.agent.why_gone(rref._owner.member_id)
+        if order is None:
+            error = OwnerDied(
+                f"{why}; it owned the value of this RRef, which is lost with it: {advice}"
+            )
+            error.executed = False  # it is not called at all
+            raise error
         if order.label.restarts and membership.is_gone(maker):
             advice = f"the worker that made it is lost too: {advice}"
         elif order.label.restarts:
             name = membership.infos[maker].name
             advice = f"{name} makes it again when another worker joins as {order.owner.name}"
-        raise order.gone(f"{self._agent.why_gone(order.owner.member_id)}; {advice}")
+        raise order.gone(f"{why}; {advice}")
 
-    def on_member_lost(self) -> None:
-        """Looks where the actors are; in the I/O thread, which must not do it itself."""
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
         if self._watches:
-            self._agent.completions.submit(self.follow_all)
+            self.agent.completions.submit(self.follow_all)
 
     def follow_all(self) -> None:
         """Looks where the actors are now."""
@@ -186,7 +165,7 @@ class ActorOrders:
 
     def follow(self, rref_ids: Collection[RRefId]) -> None:
         """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
-        service, membership = self._service, self._agent.membership
+        service, membership = self._service, self.agent.membership
         owners: dict[RRefId, MemberId] = {}
         moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
         with service.lock:
@@ -207,9 +186,9 @@ class ActorOrders:
         service.settle_references()
         for each in moved:
             if each[0].created_on == service.member:
-                self._agent.receiver.run(partial(self._make, *each))  # it may wait for room
+                self.agent.receiver.run(partial(self._make, *each))  # it may wait for room
             else:
-                self._agent.completions.submit(partial(self._ask_maker, *each))
+                self.agent.completions.submit(partial(self._ask_maker, *each))
 
     # -- at the maker, and calls to it ---------------------------------------------------------
 
@@ -223,7 +202,7 @@ class ActorOrders:
                     self.keep(rref)
                 return
         except Exception:
-            if self._agent.closed:
+            if self.agent.closed:
                 return
             logger.exception("the actor %s can't be made again on %s", order.label, owner)
         self._refuse(rref_id, owner.member_id)
@@ -241,9 +220,9 @@ class ActorOrders:
     def _ask_maker(self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo) -> None:
         """Tells the maker of an actor where this worker's calls go."""
         with contextlib.suppress(RpcError):  # it is lost, and the new owner knows of that; or this
-            maker = self._agent.membership.infos[rref_id.created_on]
+            maker = self.agent.membership.infos[rref_id.created_on]
             body: Any = make_again, (rref_id, owner.member_id), {}
-            self._agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+            self.agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
 
     def answer(self, rref_id: RRefId, owner: MemberId) -> None:
         """Makes an actor again, as its maker, for a worker whose calls go to ``owner``."""
@@ -254,7 +233,7 @@ class ActorOrders:
 
     def stop(self, rref: Any, timeout: float) -> None:
         """Does what `RRef.stop` does."""
-        caller, owner = self._agent.caller, None
+        caller, owner = self.agent.caller, None
         if rref._order is not None and rref._order.label.restarts:
             seconds, begun = caller.timeout(timeout), monotonic()
             owner = self._end_restarts(rref, seconds)
@@ -270,20 +249,20 @@ class ActorOrders:
     def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""
         maker = rref._rref_id.created_on
-        if self._agent.membership.is_gone(maker):
+        if self.agent.membership.is_gone(maker):
             return None
         if maker == self._service.member:
             found = self.forget(rref._rref_id)
         else:
             body: Any = forget, (rref._rref_id,), {}
             try:
-                info = self._agent.membership.infos[maker]
-                found = self._agent.caller.call(info, Kind.CALL, body, timeout)
+                info = self.agent.membership.infos[maker]
+                found = self.agent.caller.call(info, Kind.CALL, body, timeout)
             except WorkerDied:
                 return None
-        if found is None or self._agent.membership.is_gone(found):
+        if found is None or self.agent.membership.is_gone(found):
             return None
-        return self._agent.membership.infos[found]
+        return self.agent.membership.infos[found]
 
     def forget(self, rref_id: RRefId) -> MemberId | None:
         """Forgets, as its maker, what makes an actor again; returns its worker."""
@@ -306,4 +285,4 @@ def forget(rref_id: RRefId) -> MemberId | None:
 
 
 def _orders_here() -> ActorOrders:
-    return current_agent().service(HasOrders).orders  # type: ignore[type-abstract]
+    return current_agent().service(ActorOrders)

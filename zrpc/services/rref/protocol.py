@@ -39,7 +39,8 @@ Messages may arrive in any order and more than once:
 - A call or an answer with forks may be lost too. So on RESEND, a worker also asks about the latest
   forks that it gave to the other one and that may not have come. If the other one does not know a
   fork, it lets it end: DELETE to the owner, ADDED to a parent. Not at once, since the message may
-  still be in flight: see ``zrpc.services.rref.lost_forks``.
+  still be in flight, but after some answers of the giver to other questions: with such an answer,
+  all has come that the giver had sent before (``zrpc.services.inspection.questions``).
 - A DELETE that arrives before the message that lists its fork is kept until then.
 - A fork that arrives with a request must be listed before the handler of the request begins: see
   `References.begin_when_listed`.
@@ -57,14 +58,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from heapq import nlargest
 
-from zrpc.services.rref.held import Held
-from zrpc.services.rref.lost_forks import Absent, LostForks
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
-from zrpc.services.rref.owned import Owned
-from zrpc.services.rref.serials import Serials
+from zrpc.services.rref.records import ASKED, Absent, Held, Link, Owned
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -74,11 +71,10 @@ Handler = tuple[Message, Callable[[], None]]
 # A user remembers this many ended forks, in case the message with one of them comes again.
 _ENDED_REMEMBERED = 64
 
-# The latest messages to each member that are kept: as many as are sent as one.
-_RESENT = 256
-
-# About this many forks a member is asked at a time; about more of them if some of these are lost.
-_ASKED = 512
+# A fork that has not come is lost after this many answers of its giver. The first question may have
+# been asked before the giver sent its own. What was read from a connection that broke may come
+# behind what the next one brings, but not by two questions.
+_ANSWERS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -113,16 +109,10 @@ class References:
         # Forks with an ADD that is not answered yet, with their owner and RRef.
         self._adding: dict[ForkId, tuple[MemberId, RRefId]] = {}
         self._waiting: list[_Waiting] = []
-        self._lost_forks = LostForks()
-        # The latest forks that each member was asked about.
-        asked = partial(deque[ForkId], maxlen=2 * _ASKED)
-        self._asked: defaultdict[MemberId, deque[ForkId]] = defaultdict(asked)
+        # The forks that this worker was asked about, and which have not come.
+        self._absent: dict[ForkId, Absent] = {}
         self._lost: set[MemberId] = set()
-        self._serials_out: defaultdict[MemberId, int] = defaultdict(int)
-        # Packed, which takes a quarter of the memory.
-        kept = partial(deque[bytes], maxlen=_RESENT)
-        self._sent: defaultdict[MemberId, deque[bytes]] = defaultdict(kept)
-        self._serials_in: defaultdict[MemberId, Serials] = defaultdict(Serials)
+        self._links: defaultdict[MemberId, Link] = defaultdict(Link)  # not to the lost
         self.unseen: deque[RRefId | ForkId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
@@ -133,16 +123,12 @@ class References:
     def awaited(self) -> set[MemberId]:
         """The members that were given forks which no owner lists yet, or that gave absent ones."""
         receivers = {self._held[parent].children[c] for c, parent in self._parents.items()}
-        return receivers | self._lost_forks.givers
+        return receivers | {absent.giver for absent in self._absent.values()}
 
     @property
     def idle(self) -> bool:
         """Whether this worker, as user, waits for no message of the protocol."""
         return not (self._parents or self._adding or self.unseen)
-
-    def __len__(self) -> int:
-        """Returns how many values are owned and forks held here."""
-        return sum(self.sizes())
 
     def sizes(self) -> tuple[int, int]:
         """Returns how many values are owned here, and how many forks are held."""
@@ -186,7 +172,7 @@ class References:
 
     def _delete(self, rref_id: RRefId, fork_id: ForkId, sender: MemberId) -> None:
         known = rref_id in self._owned and fork_id in self._owned[rref_id].forks
-        if not known and fork_id in self._asked.get(sender, ()):
+        if not known and fork_id in self._links[sender].asked:
             return  # it ended before it was asked about, and its user no longer knew that
         self.unseen.append(rref_id)
         owned = self._owned[rref_id]
@@ -322,8 +308,8 @@ class References:
 
         Also asks for messages that are late.
         """
-        for member, serials in self._serials_in.items():
-            if serials.is_late(now):
+        for member, link in self._links.items():
+            if link.serials.is_late(now):
                 self.on_messages_lost(member)
         for waiting in [each for each in self._waiting if each.deadline <= now]:
             self._waiting.remove(waiting)
@@ -346,8 +332,8 @@ class References:
         verb, serial, rref_id, fork_id, parent_id = message
         if sender in self._lost:
             return
-        serials = self._serials_in[sender]
-        if serials.seen(serial):
+        link = self._links[sender]
+        if link.serials.seen(serial):
             return
         if verb is Verb.ADD:
             if parent_id == fork_id:
@@ -360,24 +346,24 @@ class References:
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
         elif verb is Verb.RESEND:
-            sent = ReferenceMessage.parse_all(b"".join(self._sent.get(sender, ())))
+            sent = ReferenceMessage.parse_all(b"".join(link.sent))
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
             self._ask_about_forks(sender)
         elif verb is Verb.CHECK:
             if not self._knows(fork_id):
-                self._lost_forks.expect(Absent(rref_id, fork_id, sender, parent_id))
+                self._absent[fork_id] = Absent(rref_id, sender, parent_id)
         else:
             self._delete(rref_id, fork_id, sender)
         # Last: if there was no memory for the rest, it is asked for again.
         try:
-            serials.admit(serial)
+            link.serials.admit(serial)
         except Exception:  # nor for its frame: it did nothing, and a DELETE must not count twice
-            serials.admit(serial)
+            link.serials.admit(serial)
 
     def on_messages_lost(self, member: MemberId) -> None:
         """Asks a member for its messages again, from the first that has not come."""
         if member not in self._lost:
-            missing = ForkId(self._own_id, self._serials_in[member].next)
+            missing = ForkId(self._own_id, self._links[member].serials.next)
             self._send(member, Verb.RESEND, NO_FORK, missing)
 
     def _ask_about_forks(self, member: MemberId) -> None:
@@ -392,8 +378,8 @@ class References:
             held = self._held[parent_id]
             if held.children[fork_id] == member:
                 given.append((fork_id, held.rref_id, parent_id))
-        for fork_id, rref_id, parent_id in nlargest(_ASKED, given):
-            self._asked[member].append(fork_id)
+        for fork_id, rref_id, parent_id in nlargest(ASKED, given):
+            self._links[member].asked.append(fork_id)
             self._send(member, Verb.CHECK, rref_id, fork_id, parent_id)
 
     def _knows(self, fork_id: ForkId) -> bool:
@@ -403,21 +389,25 @@ class References:
     def on_answered(self, member: MemberId) -> None:
         """Notes that all has come, or is lost, that a member had sent before it was asked last."""
         lost = False
-        for absent in self._lost_forks.on_answered(member):
-            if not self._knows(absent.fork_id):
+        for fork_id, absent in list(self._absent.items()):
+            absent.answers += absent.giver == member
+            if absent.giver != member or absent.answers < _ANSWERS:
+                continue
+            if not self._knows(fork_id):
                 verb = Verb.DELETE if absent.parent_id == NO_FORK else Verb.ADDED
-                self._send(member, verb, absent.rref_id, absent.fork_id)
-                self._remember(absent.fork_id)
+                self._send(member, verb, absent.rref_id, fork_id)
+                self._remember(fork_id)
                 lost = True
+            del self._absent[fork_id]  # last: what there is no memory for is done next time
         if lost:  # there may be more
             self.on_messages_lost(member)
 
     def on_member_lost(self, member: MemberId) -> None:
         """Ends the forks of a lost member, and waits for nothing from it or sent to it."""
         self._lost.add(member)
-        for by_member in (self._sent, self._serials_in, self._asked):
-            by_member.pop(member, None)
-        self._lost_forks.forget(member)
+        self._links.pop(member, None)
+        for fork_id in [f for f, absent in self._absent.items() if absent.giver == member]:
+            del self._absent[fork_id]
         self.unseen.extend(self._owned)
         for owned in self._owned.values():
             owned.forget(member)
@@ -435,10 +425,11 @@ class References:
         fork_id: ForkId,
         parent_id: ForkId = NO_FORK,
     ) -> None:
-        serial = self._serials_out[to]
-        message = ReferenceMessage(verb, serial, rref_id, fork_id, parent_id)
+        if to in self._lost:
+            return
+        link = self._links[to]
+        message = ReferenceMessage(verb, link.next, rref_id, fork_id, parent_id)
         packed = message.pack()
         self.outgoing.append((to, message))
-        self._serials_out[to] += 1
-        if to not in self._lost:
-            self._sent[to].append(packed)
+        link.next += 1
+        link.sent.append(packed)

@@ -19,10 +19,11 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
 from zrpc.services.rref.creation import Creation, error_of_creation
-from zrpc.services.rref.description import Described
+from zrpc.services.rref.description import refuse_attribute, represent, torch_text
 from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
 from zrpc.services.rref.forks import reduce_rref
 from zrpc.services.rref.messages import Fork, ForkId, RRefId, pack_id
+from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY, OwnedValue
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class RRef(Described, Generic[T]):
+class RRef(Generic[T]):
     """A reference to a value of type ``T`` that lives on one worker, its *owner*.
 
     ``RRef(value)`` makes this worker the owner of ``value``; `zrpc.remote` makes a value
@@ -81,6 +82,11 @@ class RRef(Described, Generic[T]):
     _order: CallOrder | None  # numbers the calls to an actor
     _value: OwnedValue | None  # None at a user
 
+    __repr__ = represent
+    __str__ = torch_text
+    if not TYPE_CHECKING:
+        __getattr__ = refuse_attribute
+
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = agent_that_is_set()
         service = agent.service(RRefService)
@@ -90,8 +96,7 @@ class RRef(Described, Generic[T]):
         owned.begun = True
         service.adopt(owned, value)
         if owned.mailbox is not None:
-            label = ActorLabel(owned.mailbox.title)
-            self._order = service.orders.order_of(self._rref_id, label, self._owner)
+            self._number_calls(ActorLabel(owned.mailbox.title))
         owned.set(value)
 
     def _fill(
@@ -104,7 +109,7 @@ class RRef(Described, Generic[T]):
     ) -> None:
         # Of the call that was to make the value; a message if the owner has sent it.
         self._failure: Exception | Message | None = None
-        self._class = None  # of the value, if that is known
+        self._class: type | None = None  # of the value, if that is known
         self._rref_id = rref_id
         self._fork_id = fork_id  # None at the owner
         self._owner = owner
@@ -154,7 +159,7 @@ class RRef(Described, Generic[T]):
             more_of_it: Any = {"rref_id": rref_id, "more": more, "name": name, "made_by": made_by}
             again = partial(cls._create, agent, body=body, timeout=timeout, **more_of_it)
             label = ActorLabel(options.title, name, options.restarts)
-            rref._order = service.orders.order_of(rref_id, label, to, again)
+            rref._number_calls(label, again)
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id, order = (subject._rref_id, subject._order) if subject else (None, None)
@@ -162,6 +167,13 @@ class RRef(Described, Generic[T]):
             body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
         )
         return rref
+
+    def _number_calls(self, label: ActorLabel, again: Callable[..., Any] | None = None) -> None:
+        """Numbers the calls from now on, since the value is an actor; see `ActorOrders`."""
+        self._order = self._orders().order_of(self._rref_id, label, self._owner, again)
+
+    def _orders(self) -> ActorOrders:
+        return self._service.agent.service(ActorOrders)
 
     def fail(self, error: Exception | Message) -> None:
         """Notes that the call that was to make the value has failed; in any thread.
@@ -184,7 +196,7 @@ class RRef(Described, Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """Returns the worker that owns the value."""
-        return self._service.orders.owner_of(self)
+        return self._owner if self._order is None else self._orders().owner_of(self)
 
     def owner_name(self) -> str:
         """Returns the name of the worker that owns the value."""
@@ -343,7 +355,7 @@ class RRef(Described, Generic[T]):
             Traceback (most recent call last):
             zrpc.errors.RpcError: the actor list on worker1 was stopped by worker0 (rank 0)
         """
-        self._service.orders.stop(self, timeout)
+        self._orders().stop(self, timeout)
 
     def _about(self, beside: str = "", turn: bytes = b"") -> CallOptions:
         """Returns what a call about the value needs; ``beside`` is one outside of the order."""
@@ -414,7 +426,7 @@ class RRef(Described, Generic[T]):
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
         if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
-            self._service.orders.check(self)
+            self._orders().check(self)
         if self._failure is not None:
             raise error_of_creation(self._failure, self._order)
 

@@ -19,7 +19,6 @@ from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.result_sink import ResultSink
 from zrpc.errors import OwnerDied, has_shut_down, of_lost_message
-from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.actor import ActorSink, in_turn, make_mailbox
@@ -36,7 +35,6 @@ from zrpc.services.rref.messages import (
     bodies,
     read_ids,
 )
-from zrpc.services.rref.orders import ActorOrders, HasOrders
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
 from zrpc.wire.kind import ANSWERS, Kind, Tag
@@ -58,7 +56,7 @@ _NEVER_MADE = (
 _FREED_REMEMBERED = 4096
 
 
-class RRefService(Service, MessageHooks, HasOrders):
+class RRefService(Service, MessageHooks):
     """Plugs RRefs into an agent.
 
     Args:
@@ -99,7 +97,6 @@ class RRefService(Service, MessageHooks, HasOrders):
         self._closed = False
         # Its actors; guarded by the lock.
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
-        self.orders = ActorOrders(self)
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -120,7 +117,6 @@ class RRefService(Service, MessageHooks, HasOrders):
     def message_hooks(self) -> MessageHooks:
         return self
 
-    @override
     def new_id(self) -> GloballyUniqueId:
         """Returns an id that is unique in the mesh, of a new RRef or fork.
 
@@ -167,16 +163,6 @@ class RRefService(Service, MessageHooks, HasOrders):
         """Returns those of the actors that this worker owns."""
         with self.lock:
             return list(self._mailboxes)
-
-    @override
-    def owner_died(self, owner: WorkerInfo) -> OwnerDied:
-        """Returns the error of a value whose owner is lost."""
-        error = OwnerDied(
-            f"{self.agent.why_gone(owner.member_id)}; it owned the value of this RRef, which "
-            "is lost with it: make it again on a worker that lives"
-        )
-        error.executed = False  # it is not called at all
-        return error
 
     # -- the handlers, in the I/O thread -------------------------------------------------
 
@@ -286,7 +272,6 @@ class RRefService(Service, MessageHooks, HasOrders):
         for rref_id, value in orphans:
             value.set(error=self._orphaned(rref_id))
         self.settle_references()
-        self.orders.on_member_lost()
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:
@@ -347,7 +332,6 @@ class RRefService(Service, MessageHooks, HasOrders):
     @override
     def close(self) -> None:
         self._closed = True
-        self.orders.close()
         with self.lock:
             values, self.values = self.values, defaultdict(OwnedValue)
         for value in values.values():
@@ -378,7 +362,6 @@ class RRefService(Service, MessageHooks, HasOrders):
         error.executed = False
         return error
 
-    @override
     def settle_references(self) -> None:
         """Frees unused values, sends the messages that have gathered, and lets handlers begin.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,19 +18,12 @@ _NAMED_IN_ERROR = 8
 
 
 class _Place(NamedTuple):
-    """Where a tensor lies: at which place among those of its dtype, and with which shape."""
+    """Where a tensor lies: at which bytes."""
 
     dtype: torch.dtype
-    number: int
     shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """All elements of one dtype: where they begin, in bytes, and how many each tensor has."""
-
     start: int
-    counts: list[int]
+    end: int
 
 
 class Layout:
@@ -47,29 +39,23 @@ class Layout:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._places: dict[str, _Place] = {}
-        counts: dict[torch.dtype, list[int]] = {}
-        known: dict[Any, str] = {}
+        # The first name of each tensor; an empty one is tied to no other.
+        first: dict[Any, str] = {}
+        twins = {
+            name: first.setdefault(_identity(tensor), name) if tensor.numel() else name
+            for name, tensor in tensors.items()
+        }
         # Names that share a place, each with the first one that has it.
-        self._ties: list[tuple[str, str]] = []
-        for name, tensor in tensors.items():
-            twin = known.get(_identity(tensor))
-            if twin is not None:
-                self._ties.append((name, twin))
-                place = self._places[twin]
-            else:
-                of_dtype = counts.setdefault(tensor.dtype, [])
-                place = _Place(tensor.dtype, len(of_dtype), tuple(tensor.shape))
-                of_dtype.append(tensor.numel())
-                if tensor.numel():
-                    known[_identity(tensor)] = name
-            self._places[name] = place
+        self._ties = [(name, twin) for name, twin in twins.items() if name != twin]
         self.size = 0
-        self._parts: dict[torch.dtype, _Part] = {}
-        for dtype, each in counts.items():
-            self._parts[dtype] = _Part(self.size, each)
-            size = sum(each) * dtype.itemsize
-            self.size += -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        places: dict[str, _Place] = {}
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors.values()):
+            for name, tensor in tensors.items():
+                if tensor.dtype == dtype and twins[name] == name:
+                    start, self.size = self.size, self.size + tensor.nbytes
+                    places[name] = _Place(dtype, tuple(tensor.shape), start, self.size)
+            self.size = -(-self.size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self._places = {name: places[twin] for name, twin in twins.items()}
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the tensors in a flat buffer, by name; they share its memory.
@@ -77,12 +63,8 @@ class Layout:
         Args:
             flat: ``size`` bytes.
         """
-        parts = {}
-        for dtype, part in self._parts.items():
-            end = part.start + sum(part.counts) * dtype.itemsize
-            parts[dtype] = torch.split(flat[part.start : end].view(dtype), part.counts)
         return {
-            name: parts[place.dtype][place.number].view(place.shape)
+            name: flat[place.start : place.end].view(place.dtype).view(place.shape)
             for name, place in self._places.items()
         }
 

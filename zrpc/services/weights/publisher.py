@@ -50,7 +50,7 @@ class Publisher:
                 tied ones are tied no longer.
         """
         with self._turn:
-            if self._service.closed:
+            if self._service.agent.closed:
                 raise has_shut_down()
             if self._model is None:
                 raise RpcError(f"the publisher of {self.name!r} is closed: publish the model again")
@@ -75,7 +75,7 @@ class Publisher:
         """
         with self._turn:
             self._model = None
-        if not self._service.closed:
+        if not self._service.agent.closed:
             self._service.withdraw(self.name, self._id, self.version)
 
     def __enter__(self) -> Self:

@@ -54,7 +54,6 @@ class WeightsService(Service):
     Attributes:
         publications: who publishes what.
         subscribers: those of this worker.
-        closed: whether this worker has shut down.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -72,7 +71,6 @@ class WeightsService(Service):
         # When a version was last asked for or pushed, and whether that was the end; see `tick`.
         self._used_at = monotonic()
         self._over = False
-        self.closed = False
 
     @property
     def own_id(self) -> MemberId:
@@ -218,7 +216,7 @@ class WeightsService(Service):
         """Waits until a publication is announced; returns False if the deadline passes first."""
         gate = self._gates.add()
         try:
-            if not (passed := self.closed or self.latest(name)[1]):
+            if not (passed := self.agent.closed or self.latest(name)[1]):
                 passed = not self._over and pass_gate(gate, _left(deadline))
             if self._over and not self.latest(name)[1]:
                 raise _over()
@@ -353,7 +351,6 @@ class WeightsService(Service):
     @override
     def close(self) -> None:
         with self._lock:
-            self.closed = True
             ended = list(self._published.values())
             ended += [copy.versions for copy in self._copies.values()]
             self._published.clear()

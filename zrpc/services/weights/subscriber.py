@@ -206,7 +206,7 @@ class Subscriber:
         )
 
     def _check_open(self) -> None:
-        if self._service.closed:
+        if self._service.agent.closed:
             raise has_shut_down()
         if self._closed:
             raise RpcError(f"the subscriber of {self.name!r} is closed: subscribe again")
@@ -227,7 +227,7 @@ class Subscriber:
         """
         self._closed = True
         self.drop()
-        if not self._service.closed:
+        if not self._service.agent.closed:
             self._service.return_unused()
 
     def __enter__(self) -> Self:
