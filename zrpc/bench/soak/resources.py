@@ -121,7 +121,7 @@ def _left(agent: Agent) -> list[str]:
         "jobs of handlers": agent.pool.active,
         "jobs of completions": agent.completions.active,
         "values of RRefs": len(rrefs.values),
-        "owned values and held forks": len(rrefs.references),
+        "owned values and held forks": sum(rrefs.references.sizes()),
         "forks that wait for their owner": int(not rrefs.references.idle),
         "accounts": targets.Account.alive,
         "autograd contexts": len(agent.service(AutogradService)),

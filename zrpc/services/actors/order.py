@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from zrpc.wire.message import Message
 _SENDING, _QUEUED = State.SENDING, State.QUEUED
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class CallOrder:
     """Numbers the calls of this worker to one actor. Any thread may call its methods.
 
@@ -42,22 +43,18 @@ class CallOrder:
         again: at the worker that made the actor: makes it again on a worker. None if it must not.
     """
 
-    __slots__ = ("__weakref__", "_pack", "_series", "_skip", "again", "label", "owner", "whose")
+    label: ActorLabel
+    owner: WorkerInfo
+    series: InitVar[int]
+    _pack: Callable[[int, int], bytes]
+    _skip: Callable[[MemberId, bytes], None]
+    again: Callable[..., Any] | None = None
+    whose: str = field(init=False)
+    _series: tuple[MemberId, int, Iterator[int]] = field(init=False)
 
-    def __init__(
-        self,
-        label: ActorLabel,
-        owner: WorkerInfo,
-        series: int,
-        pack: Callable[[int, int], bytes],
-        skip: Callable[[MemberId, bytes], None],
-    ) -> None:
-        self.label = label
-        self.whose = f" of {label.name!r}" if label.name else ""
-        self._pack = pack
-        self._skip = skip
-        self.again: Callable[..., Any] | None = None
-        self.move(owner, series)
+    def __post_init__(self, series: int) -> None:
+        self.whose = f" of {self.label.name!r}" if self.label.name else ""
+        self.move(self.owner, series)
 
     def move(self, owner: WorkerInfo, series: int) -> None:
         """Begins another series: for an actor that is made again on another worker."""

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from typing_extensions import Unpack
+
+from zrpc.calls.call_options import CallOptions
 from zrpc.calls.pending_call import PendingCall
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
 from zrpc.membership.worker_info import WorkerInfo
@@ -17,7 +20,7 @@ from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
-from zrpc.wire.message import Extensions, Message
+from zrpc.wire.message import Message
 
 
 class _State(Enum):
@@ -53,10 +56,8 @@ class Creation:
         self,
         body: Any,
         timeout: float,
-        subject_id: RRefId | None = None,
-        holds: Any = None,
-        order: CallOrder | None = None,
-        more: Extensions = (),
+        subject_id: RRefId | None,
+        **options: Unpack[CallOptions],
     ) -> OwnedValue | None:
         """Sends the call; returns the value if this worker is the owner.
 
@@ -66,14 +67,13 @@ class Creation:
             body: the function or the method's name, args and kwargs.
             timeout: of the call.
             subject_id: the value whose method is called; None for a function.
-            holds: lives until the call is settled.
-            order: numbers the call, if the subject is an actor.
-            more: extensions of the message.
+            **options: see `CallOptions`.
         """
         # The owner has no fork, but the message has room for one.
         ids = [self.rref_id, self.fork_id or self.rref_id]
         if subject_id is not None:
             ids.append(subject_id)
+        options["extension"] = Tag.SUBJECT, pack_ids(ids)
         try:
             value = self._count()
             self.service.caller.call_notify(
@@ -83,10 +83,7 @@ class Creation:
                 timeout,
                 self,
                 self.on_not_made,
-                extension=(Tag.SUBJECT, pack_ids(ids)),
-                holds=holds,
-                order=order,
-                more=more,
+                **options,
             )
         except BaseException:
             self._take_back()

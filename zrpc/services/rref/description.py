@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
+
+from zrpc.errors import NotInitializedError, RpcError
 
 
 def represent(rref: Any) -> str:
@@ -21,7 +23,7 @@ def torch_text(rref: Any) -> str:
     return f"UserRRef(RRefId = {rref._rref_id}, ForkId = {rref._fork_id})"
 
 
-def refuse_attribute(rref: Any, name: str) -> Any:
+def refuse_attribute(rref: Any, name: str) -> NoReturn:
     """Raises the error of an attribute that an RRef does not have."""
     if name[:1] == "_":  # as Python and torch ask any object for
         raise AttributeError(f"an RRef has no attribute {name!r}")
@@ -29,4 +31,19 @@ def refuse_attribute(rref: Any, name: str) -> Any:
         f"{rref!r} has no attribute {name!r}: to call a method of its value, write "
         f"rref.rpc_sync().{name}(...), or rref.rpc_async().{name}(...) for a future "
         f"(Ray's actor.{name}.remote(...)). rref.to_here() returns a copy of the value"
+    )
+
+
+def refuse_pickler(rref: Any) -> NoReturn:
+    """Raises an error, for torch's own pickler: only calls can send an RRef."""
+    if rref._service.agent.closed:
+        raise NotInitializedError(f"{rref} has gone. Cannot call fork an UserRRef after deletion.")
+    raise RpcError(f"expected a call that sends {rref}, but got torch's pickler")
+
+
+def has_gone(rref: Any) -> NotInitializedError:
+    """Returns the error of a fetch after the shutdown."""
+    return NotInitializedError(
+        f"RPC has not been initialized: {rref} is gone, since this worker has shut down, "
+        "or this process was forked from it. Cannot call to_here() on it after deletion."
     )

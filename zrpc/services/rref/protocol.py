@@ -103,11 +103,12 @@ class References:
         # A message about a value may come before its creation.
         self._owned: defaultdict[RRefId, Owned] = defaultdict(Owned)
         self._held: dict[ForkId, Held] = {}
-        self._parents: dict[ForkId, ForkId] = {}  # unlisted children of ours, to our fork
+        # Unlisted children of ours, to our fork, and the members that were given them.
+        self._children: dict[ForkId, tuple[ForkId, MemberId]] = {}
         # The latest of our forks that have ended: a message may come twice.
         self._ended: dict[ForkId, None] = {}
-        # Forks with an ADD that is not answered yet, with their owner and RRef.
-        self._adding: dict[ForkId, tuple[MemberId, RRefId]] = {}
+        # Forks with an ADD that is not answered yet, with their owner.
+        self._adding: dict[ForkId, MemberId] = {}
         self._waiting: list[_Waiting] = []
         # The forks that this worker was asked about, and which have not come.
         self._absent: dict[ForkId, Absent] = {}
@@ -122,13 +123,13 @@ class References:
     @property
     def awaited(self) -> set[MemberId]:
         """The members that were given forks which no owner lists yet, or that gave absent ones."""
-        receivers = {self._held[parent].children[c] for c, parent in self._parents.items()}
+        receivers = {receiver for _, receiver in self._children.values()}
         return receivers | {absent.giver for absent in self._absent.values()}
 
     @property
     def idle(self) -> bool:
         """Whether this worker, as user, waits for no message of the protocol."""
-        return not (self._parents or self._adding or self.unseen)
+        return not (self._children or self._adding or self.unseen)
 
     def sizes(self) -> tuple[int, int]:
         """Returns how many values are owned here, and how many forks are held."""
@@ -212,11 +213,11 @@ class References:
         held = self._held.get(fork_id)
         if held is not None:
             held.listed = True
-        parent = self._parents.get(fork_id)
-        if parent is not None:
-            self.unseen.append(parent)
-            del self._held[parent].children[fork_id]
-            del self._parents[fork_id]
+        if fork_id in self._children:
+            parent_id, _ = self._children[fork_id]
+            self.unseen.append(parent_id)
+            self._held[parent_id].children -= 1
+            del self._children[fork_id]
 
     def move(self, owners: Mapping[RRefId, MemberId]) -> None:
         """Lists this worker's forks with the workers that make the values of lost owners again.
@@ -227,7 +228,7 @@ class References:
             owner = owners.get(held.rref_id)
             if owner is not None and owner not in self._lost and held.owner in self._lost:
                 held.owner, held.listed = owner, False
-                self._adding[fork_id] = owner, held.rref_id
+                self._adding[fork_id] = owner
                 self._send(owner, Verb.ADD, held.rref_id, fork_id)
 
     def look(self) -> None:
@@ -256,8 +257,9 @@ class References:
         if fork.owner == self._own_id:
             self.add(fork.rref_id, fork.fork_id, receiver)
         elif not self._lost & {receiver, fork.owner}:  # else nobody would answer for the child
-            self._held[fork.parent_id].children[fork.fork_id] = receiver
-            self._parents[fork.fork_id] = fork.parent_id
+            parent = self._held[fork.parent_id]
+            self._children[fork.fork_id] = fork.parent_id, receiver
+            parent.children += 1
 
     def cancel_fork(self, fork: Fork) -> None:
         """Undoes `fork`: the message is not sent after all."""
@@ -282,7 +284,7 @@ class References:
             held = Held(rref_id, owner, listed=sender == owner)
             if sender != owner and owner not in self._lost:
                 self._send(owner, Verb.ADD, rref_id, fork_id, parent_id)
-                self._adding[fork_id] = owner, rref_id
+                self._adding[fork_id] = owner
             self._held[fork_id] = held
             return
         if sender == owner:
@@ -374,10 +376,11 @@ class References:
             for fork_id, holder in owned.forks.items()
             if holder == member and fork_id.created_on == self._own_id
         ]
-        for fork_id, parent_id in self._parents.items():
-            held = self._held[parent_id]
-            if held.children[fork_id] == member:
-                given.append((fork_id, held.rref_id, parent_id))
+        given += [
+            (fork_id, self._held[parent_id].rref_id, parent_id)
+            for fork_id, (parent_id, receiver) in self._children.items()
+            if receiver == member
+        ]
         for fork_id, rref_id, parent_id in nlargest(ASKED, given):
             self._links[member].asked.append(fork_id)
             self._send(member, Verb.CHECK, rref_id, fork_id, parent_id)
@@ -411,10 +414,9 @@ class References:
         self.unseen.extend(self._owned)
         for owned in self._owned.values():
             owned.forget(member)
-        self._end_adding({fork for fork, (owner, _) in self._adding.items() if owner == member})
-        for held in list(self._held.values()):
-            children = held.children.items()
-            for child in [c for c, receiver in children if member in (receiver, held.owner)]:
+        self._end_adding({fork for fork, owner in self._adding.items() if owner == member})
+        for child, (parent_id, receiver) in list(self._children.items()):
+            if member in (receiver, self._held[parent_id].owner):
                 self.on_listed(child)
 
     def _send(

@@ -48,13 +48,13 @@ class Owned:
 
 @dataclass(slots=True)
 class Held:
-    """One fork of a user's, and the children that it has handed on."""
+    """One fork of a user's."""
 
     rref_id: RRefId
     owner: MemberId
     handles: int = 1  # more if the message with the fork came twice
     listed: bool = False  # the owner has confirmed it
-    children: dict[ForkId, MemberId] = field(default_factory=dict)  # unlisted, by receiver
+    children: int = 0  # that it has handed on, and that are not listed yet
 
 
 @dataclass(slots=True)

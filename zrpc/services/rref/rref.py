@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from zrpc.actors import ActorLabel, as_actor_class, options_of
 from zrpc.agent.agent import Agent
@@ -14,12 +14,12 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import NotInitializedError, OwnerDied, RpcError, RpcTimeoutError
+from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import CallOrder
+from zrpc.services.rref import description
 from zrpc.services.rref.creation import Creation, error_of_creation
-from zrpc.services.rref.description import refuse_attribute, represent, torch_text
 from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
 from zrpc.services.rref.forks import reduce_rref
 from zrpc.services.rref.messages import Fork, ForkId, RRefId, pack_id
@@ -79,18 +79,20 @@ class RRef(Generic[T]):
         "_value",
     )
 
+    _class: type | None  # of the value, if that is known
     _order: CallOrder | None  # numbers the calls to an actor
     _value: OwnedValue | None  # None at a user
 
-    __repr__ = represent
-    __str__ = torch_text
+    __repr__ = description.represent
+    __str__ = description.torch_text
+    _serialize = description.refuse_pickler
     if not TYPE_CHECKING:
-        __getattr__ = refuse_attribute
+        __getattr__ = description.refuse_attribute
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = agent_that_is_set()
         service = agent.service(RRefService)
-        self._fill(service, service.new_id(), None, agent.worker_info, None)
+        self._fill(service, service.new_id(), None, agent.worker_info)
         self._class = type(value)
         self._value = owned = service.retain_value(self._rref_id)
         owned.begun = True
@@ -100,20 +102,15 @@ class RRef(Generic[T]):
         owned.set(value)
 
     def _fill(
-        self,
-        service: RRefService,
-        rref_id: RRefId,
-        fork_id: ForkId | None,
-        owner: WorkerInfo,
-        value: OwnedValue | None,
+        self, service: RRefService, rref_id: RRefId, fork_id: ForkId | None, owner: WorkerInfo
     ) -> None:
         # Of the call that was to make the value; a message if the owner has sent it.
         self._failure: Exception | Message | None = None
-        self._class: type | None = None  # of the value, if that is known
+        self._class = None
         self._rref_id = rref_id
         self._fork_id = fork_id  # None at the owner
         self._owner = owner
-        self._value = value
+        self._value = None
         self._methods: frozenset[str] = frozenset()  # names that the value is known to have
         self._order = None
         self._service = service  # last: see `__del__`
@@ -123,7 +120,8 @@ class RRef(Generic[T]):
         """Makes the handle of a fork that has arrived; the service has counted it already."""
         rref: RRef[Any] = cls.__new__(cls)
         owner = service.agent.membership.infos[fork.owner]
-        rref._fill(service, fork.rref_id, fork.fork_id if value is None else None, owner, value)
+        rref._fill(service, fork.rref_id, fork.fork_id if value is None else None, owner)
+        rref._value = value
         return rref
 
     @classmethod
@@ -151,7 +149,7 @@ class RRef(Generic[T]):
         fork_id = None if to.member_id == service.member else drawn
         # Before the call, which may fail at any time, and before anything is counted: if Ctrl-C
         # comes after that, this handle is dropped as any other.
-        rref._fill(service, rref_id, fork_id, to, None)
+        rref._fill(service, rref_id, fork_id, to)
         if isinstance(made_by or body[0], type):
             rref._class = made_by or body[0]
         if subject is None and (options := options_of(made_by or body[0])) is not None:
@@ -163,9 +161,8 @@ class RRef(Generic[T]):
         creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
         # The end of the subject must not overtake the call.
         subject_id, order = (subject._rref_id, subject._order) if subject else (None, None)
-        rref._value = creation.start(
-            body, timeout, subject_id, holds=subject or rref._order, order=order, more=more
-        )
+        holds = subject or rref._order
+        rref._value = creation.start(body, timeout, subject_id, holds=holds, order=order, more=more)
         return rref
 
     def _number_calls(self, label: ActorLabel, again: Callable[..., Any] | None = None) -> None:
@@ -227,10 +224,7 @@ class RRef(Generic[T]):
             scope = current_scope()
             return self._value.get(timeout if scope is None else scope.bounded(timeout))  # type: ignore[no-any-return]
         if agent.closed:
-            raise NotInitializedError(
-                f"RPC has not been initialized: {self} is gone, since this worker has shut down, "
-                "or this process was forked from it. Cannot call to_here() on it after deletion."
-            )
+            raise description.has_gone(self)
         return self._ask(None, timeout, Kind.FETCH)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -435,14 +429,6 @@ class RRef(Generic[T]):
 
     def __hash__(self) -> int:
         return hash(self._rref_id)
-
-    def _serialize(self) -> NoReturn:
-        """Raises an error, for torch's own pickler: only calls can send an RRef."""
-        if self._service.agent.closed:
-            raise NotInitializedError(
-                f"{self} has gone. Cannot call fork an UserRRef after deletion."
-            )
-        raise RpcError(f"expected a call that sends {self}, but got torch's pickler")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return reduce_rref(self)  # for subclasses; RRef itself is in the dispatch table

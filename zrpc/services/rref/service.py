@@ -15,6 +15,7 @@ from typing_extensions import override
 from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
+from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.calls.result_sink import ResultSink
@@ -24,7 +25,6 @@ from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.actor import ActorSink, in_turn, make_mailbox
 from zrpc.services.actors.mailbox import Mailbox, give_up
 from zrpc.services.rref.extended import Call, Resolve
-from zrpc.services.rref.fetches import fetch
 from zrpc.services.rref.forks import receive_forks
 from zrpc.services.rref.messages import (
     Fork,
@@ -186,8 +186,21 @@ class RRefService(Service, MessageHooks):
     def _on_fetch(self, request: Message) -> None:
         rref_id, *turn = request.attachment(Tag.SUBJECT)
         value = self.find_value(rref_id)
-        begin = partial(fetch, self.agent, request, value, turn)
+        begin = partial(self._fetch, request, value, turn)
         value.when_ready(begin, self.agent.callee.requests.accept(request))
+
+    def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
+        """Answers with a copy of a value that is there: if it is an actor's, in its turn."""
+        mailbox, callee = value.mailbox, self.agent.callee
+        sink: ResultSink = callee if mailbox is None else mailbox.sink
+        job = RequestJob(request, sink.fail, partial(value.answer, sink))
+        begin = partial(self.agent.receiver.run, job)
+        if mailbox is None:
+            begin()
+            return
+        request.scope.mailbox = mailbox
+        call = request, begin, partial(callee.refuse, request)
+        mailbox.do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
 
     def run_method(
         self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import AsyncGeneratorType, GeneratorType
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from zrpc.actors import ActorLabel, options_of
 from zrpc.agent.current import current_agent
 from zrpc.calls.callee import Callee
 from zrpc.calls.function_names import handler_name, name_of_function
-from zrpc.calls.result_sink import SinkBefore
+from zrpc.calls.result_sink import ResultSink, SinkBefore
 from zrpc.errors import (
     RemoteError,
     RpcError,
@@ -42,6 +42,7 @@ READY = "ready()"
 _MANY = 64
 
 
+@dataclass(slots=True, eq=False)
 class OwnedValue:
     """The value that an RRef refers to. All methods may be called from any thread.
 
@@ -53,29 +54,16 @@ class OwnedValue:
         ready: whether there is a value or an error; set last, and read without a lock.
     """
 
-    __slots__ = (
-        "_error",
-        "_followers",
-        "_lock",
-        "_value",
-        "begun",
-        "ended",
-        "mailbox",
-        "name",
-        "ready",
-    )
-
-    def __init__(self) -> None:
-        self.begun = False
-        self.mailbox: Mailbox | None = None
-        self.name = ""
-        self.ready = False
-        self.ended = False
-        self._value: Any = None
-        self._error: BaseException | None = None
-        # Guards the followers; they are called without it.
-        self._lock = threading.Lock()
-        self._followers: list[_Follower] | None = None  # usually there are none
+    begun: bool = False
+    ended: bool = False
+    mailbox: Mailbox | None = None
+    name: str = ""
+    ready: bool = False
+    _value: Any = None
+    _error: BaseException | None = None
+    # Guards the followers; they are called without it.
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _followers: list[_Follower] | None = None  # usually there are none
 
     def set(self, value: Any = None, error: BaseException | None = None) -> None:
         """Sets the value or the error, once, and calls the followers.
@@ -150,6 +138,18 @@ class OwnedValue:
             # A copy: its traceback refers to the frames of the caller, and these to the RRef.
             raise copied(self._error, self._error.__cause__).with_traceback(None)
         return self._value
+
+    def answer(self, sink: ResultSink, request: Message) -> None:
+        """Answers with a copy. In the pool: pickling may take long and run the user's code."""
+        if self.mailbox is not None:
+            request.scope.begun = True  # for `Mailbox.sweep`
+            self.mailbox.do(self.mailbox.on_begun(request.scope))
+        try:
+            content = self.get()
+        except BaseException as error:
+            sink.fail(request, error, report=False)
+        else:
+            sink.answer(request, content)
 
     def _wait(self, timeout: float) -> None:
         gate = threading.Lock()

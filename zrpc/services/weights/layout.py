@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -109,23 +109,13 @@ class Layout:
         places = self._places
         yield "missing", [name for name in places if name not in tensors]
         yield "unexpected", [name for name in tensors if name not in places]
-        both = [(name, tensors[name], places[name]) for name in places if name in tensors]
-        yield (
-            "shape",
-            [
-                f"{name} {tuple(tensor.shape)} instead of {place.shape}"
-                for name, tensor, place in both
-                if tensor.shape != place.shape
-            ],
-        )
-        yield (
-            "dtype",
-            [
-                f"{name} {tensor.dtype} instead of {place.dtype}"
-                for name, tensor, place in both
-                if tensor.dtype != place.dtype
-            ],
-        )
+        forms: dict[str, Callable[[Any], Any]] = {
+            "shape": lambda each: tuple(each.shape),
+            "dtype": lambda each: each.dtype,
+        }
+        for kind, form in forms.items():
+            both = [(n, form(tensors[n]), form(places[n])) for n in places if n in tensors]
+            yield kind, [f"{n} {found} instead of {own}" for n, found, own in both if found != own]
 
 
 def _identity(tensor: torch.Tensor) -> Any:

@@ -29,9 +29,8 @@ from zrpc.runtime.gates import Gates
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.shm.service import LEAST_BYTES, SharedMemoryService
-from zrpc.services.weights.host_copy import HostCopy
 from zrpc.services.weights.publications import Publication, PublicationId, Publications
-from zrpc.services.weights.versions import Answer, Versions
+from zrpc.services.weights.versions import Answer, HostCopy, Versions
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
@@ -203,7 +202,7 @@ class WeightsService(Service):
             self.publications.end(name, id, last)
             copy = self._copies.pop(id, None)
         if copy is not None:
-            copy.versions.end()
+            copy.end()
 
     def latest(self, name: str) -> tuple[Publication | None, bool]:
         """Returns the latest publication under a name, and whether it has begun and not ended."""
@@ -346,13 +345,12 @@ class WeightsService(Service):
         with self._lock:
             gone = [self._copies.pop(id) for id in list(self._copies) if id.owner == member]
         for copy in gone:  # not here: it completes futures
-            self.agent.completions.submit(copy.versions.end)
+            self.agent.completions.submit(copy.end)
 
     @override
     def close(self) -> None:
         with self._lock:
-            ended = list(self._published.values())
-            ended += [copy.versions for copy in self._copies.values()]
+            ended = [*self._published.values(), *self._copies.values()]
             self._published.clear()
             self._copies.clear()
         if self._hook is not None:

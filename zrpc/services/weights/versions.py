@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
+from typing_extensions import override
 
 from zrpc.calls.cancel_scope import CancelScope, current_scope
 from zrpc.calls.future import Future
@@ -52,27 +54,24 @@ class _Request(NamedTuple):
         if version is not None:
             answer = Answer(version.number)
             if self.contents and self.known != version.number:
-                answer = Answer(
-                    version.number, None if self.known else version.layout, version.flat
-                )
-        with contextlib.suppress(RuntimeError):  # the reader has just stopped waiting
-            self.answer.set_result(answer)
+                layout = None if self.known else version.layout
+                answer = Answer(version.number, layout, version.flat)
+        self.answer.set_result(answer)
 
 
 class Versions:
-    """The newest version, and who waits for a newer one. Any thread may call its methods."""
+    """The newest version, and who waits for a newer one. Any thread may call its methods.
+
+    Attributes:
+        newest: the newest version; None if there is none yet, or no longer.
+    """
 
     def __init__(self) -> None:
         # Guards what follows; no other lock is taken while it is held.
         self._lock = UninterruptedLock()
-        self._newest: Version | None = None
+        self.newest: Version | None = None
         self._waiting: list[_Request] = []
         self._ended = False
-
-    @property
-    def newest(self) -> Version | None:
-        """The newest version; None if there is none yet, or no longer."""
-        return self._newest
 
     def ask(self, known: int, at_least: int, contents: bool) -> Future[Answer | None]:
         """Returns a future of the newest version, or of None once the publication has ended.
@@ -84,7 +83,7 @@ class Versions:
         """
         request = _Request(known, max(at_least, 1), contents, Future(), current_scope())
         with self._lock:
-            newest = self._newest
+            newest = self.newest
             old = newest is None or newest.number < request.at_least
             waits = old and not self._ended
             if waits:
@@ -105,27 +104,80 @@ class Versions:
         with self._lock:
             if self._ended:
                 return
-            self._newest = version
+            self.newest = version
             ready = [each for each in self._waiting if each.at_least <= version.number]
             self._waiting = [each for each in self._waiting if each.at_least > version.number]
-        for request in ready:
-            if not request.abandoned:
-                request.settle(version)
+        _settle(ready, lambda request: request.settle(version))
 
     def fail(self, error: Exception) -> None:
         """Fails the requests that wait."""
         with self._lock:
             failed, self._waiting = self._waiting, []
-        for request in failed:
-            if not request.abandoned:
-                with contextlib.suppress(RuntimeError):  # as above
-                    request.answer.set_exception(error)
+        _settle(failed, lambda request: request.answer.set_exception(error))
 
     def end(self) -> None:
         """Drops the newest version, and has no other."""
         with self._lock:
-            self._ended, self._newest = True, None
+            self._ended, self.newest = True, None
             left, self._waiting = self._waiting, []
-        for request in left:
-            if not request.abandoned:
-                request.settle(None)
+        _settle(left, lambda request: request.settle(None))
+
+
+def _settle(requests: Iterable[_Request], settle: Callable[[_Request], object]) -> None:
+    for request in requests:
+        if not request.abandoned:
+            with contextlib.suppress(RuntimeError):  # the reader has just stopped waiting
+                settle(request)
+
+
+class HostCopy(Versions):
+    """The versions of a publisher on another host, got once for all readers of this host.
+
+    Args:
+        fetch: asks the publisher for a version that is at least so new, and returns the answer;
+            it is given the number of the version that is here. It may wait.
+        keep: copies a version into memory that can be lent.
+        submit: has a job done in a thread that may wait.
+    """
+
+    def __init__(
+        self,
+        fetch: Callable[[int, int], Answer | None],
+        keep: Callable[[torch.Tensor], torch.Tensor],
+        submit: Callable[[Callable[[], None]], None],
+    ) -> None:
+        super().__init__()
+        self._fetch, self._keep, self._submit = fetch, keep, submit
+        # Guards the flag below; that of the versions may be taken while it is held.
+        self._turn = UninterruptedLock()
+        self._fetching = False
+
+    @override
+    def ask(self, known: int, at_least: int, contents: bool = True) -> Future[Answer | None]:
+        answer = super().ask(known, at_least, contents)
+        with self._turn:
+            begins = not self._fetching and self.waits_for() > 0
+            self._fetching |= begins
+        if begins:
+            self._submit(self._fetch_all)
+        return answer
+
+    def _fetch_all(self) -> None:
+        """Gets versions until nobody waits for one."""
+        while True:
+            with self._turn:
+                number = self.waits_for()
+                self._fetching = number > 0
+            if not number:
+                return
+            newest = self.newest
+            try:
+                answer = self._fetch(0 if newest is None else newest.number, number)
+                if answer is None:
+                    self.end()
+                elif answer.flat is not None:
+                    layout = answer.layout or (newest and newest.layout)
+                    assert layout is not None  # it is left out only if there is an earlier version
+                    self.put(Version(answer.number, layout, self._keep(answer.flat)))
+            except Exception as error:  # the publisher is gone, for example: the readers are told
+                self.fail(error)
