@@ -16,7 +16,10 @@ from tests.support.identity import Same
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
-pytestmark = pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20})
+pytestmark = [
+    pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20}),
+    pytest.mark.usefixtures("caller"),
+]
 
 
 class Later(Same):
@@ -106,6 +109,21 @@ def gate() -> Any:
         yield gate
 
 
+def busy(gate: Gate) -> tuple[Any, Any]:
+    """Returns an actor and its call that runs until the gate is opened."""
+    log = zrpc.remote(1, Log)
+    running = log.rpc_async().wait(gate)
+    gate.await_entry()
+    return log, running
+
+
+def refused(match: str, call: Any) -> None:
+    """Makes a call, which fails before it begins."""
+    with pytest.raises(zrpc.RpcError, match=match) as caught:
+        call()
+    assert caught.value.executed is False
+
+
 # -- classes -----------------------------------------------------------------------------------
 
 
@@ -117,26 +135,20 @@ def test_called_locally_a_decorated_class_is_an_ordinary_class() -> None:
     assert isinstance(zrpc.actor(Parallel, concurrency=2)(), Parallel)
 
 
-@pytest.mark.parametrize("concurrency", [0, -1, 1.5, True, "2"])
-def test_a_concurrency_that_is_no_positive_number_is_refused(concurrency: Any) -> None:
-    with pytest.raises(ValueError, match="how many calls an actor runs at once"):
-        zrpc.actor(concurrency=concurrency)
-
-
-@pytest.mark.parametrize("method", [None, 2.5, True, property(len)])
-def test_what_is_no_method_can_t_be_concurrent(method: Any) -> None:
-    with pytest.raises(TypeError, match="expected a method to run beside the others"):
-        zrpc.concurrent(method)
-
-
-def test_what_is_no_class_can_t_be_an_actor() -> None:
+def test_what_can_t_be_an_actor_or_concurrent_is_refused() -> None:
+    for concurrency in (0, -1, 1.5, True, "2"):
+        with pytest.raises(ValueError, match="how many calls an actor runs at once"):
+            zrpc.actor(concurrency=concurrency)
     with pytest.raises(TypeError, match="expected a class"):
-        zrpc.actor(max)  # type: ignore[call-overload]
+        zrpc.actor(max)
+    for method in (None, 2.5, True, property(len)):
+        with pytest.raises(TypeError, match="expected a method to run beside the others"):
+            zrpc.concurrent(method)
     with pytest.raises(ValueError, match="how many calls of a method"):
         zrpc.concurrent(0)
 
 
-def test_an_undecorated_class_runs_its_calls_all_at_once(caller: Mesh, gate: Gate) -> None:
+def test_an_undecorated_class_runs_its_calls_all_at_once(gate: Gate) -> None:
     class Plain:
         def wait(self, gate: Gate) -> None:
             gate.wait_inside()
@@ -151,57 +163,43 @@ def test_an_undecorated_class_runs_its_calls_all_at_once(caller: Mesh, gate: Gat
 # -- one at a time, or more --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cls", [Log, Parallel])
-def test_calls_run_one_at_a_time_in_threads_and_across_awaits(caller: Mesh, cls: type[Log]) -> None:
-    log = zrpc.remote(1, cls)
+def test_calls_run_one_at_a_time_in_threads_and_across_awaits() -> None:
+    log = zrpc.remote(1, Log)
     futures = [getattr(log.rpc_async(), ("note", "sleep")[n % 2])(n) for n in range(100)]
     assert zrpc.wait_all(futures) == list(range(100))
     assert log.rpc_sync().seen() == (list(range(100)), 1)
 
 
-def test_an_instance_of_an_actor_class_is_an_actor_by_its_rref(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.RRef(Log())
-    first, second = log.rpc_async().wait(gate), log.rpc_async().note(1)
-    gate.await_entry()
-    assert waits(second)
-    gate.open()
-    assert zrpc.wait_all([first, second]) == ["wait", 1]
-
-
-def test_a_call_of_an_object_that_another_rref_refers_to_too_waits(
-    caller: Mesh, gate: Gate
-) -> None:
+def test_an_instance_is_an_actor_by_all_its_rrefs(gate: Gate) -> None:
     instance = Log()
     first, second = zrpc.RRef(instance), zrpc.RRef(instance)
-    futures = [first.rpc_async().wait(gate), second.rpc_async().note(1)]
+    futures = [first.rpc_async().wait(gate), second.rpc_async().note(1), first.rpc_async().note(2)]
     gate.await_entry()
     assert waits(futures[1])
+    assert waits(futures[2])
+    gate.open()
+    assert zrpc.wait_all(futures) == ["wait", 1, 2]
+
+
+def test_as_many_calls_run_at_once_as_the_actor_says(gate: Gate) -> None:
+    log = zrpc.remote(1, zrpc.actor(Parallel, concurrency=3))
+    zrpc.wait_all([log.rpc_async().sleep(n, 0.02) for n in range(12)])
+    assert log.rpc_sync().seen()[1] == 3
+    futures = [log.rpc_async().wait(gate, n) for n in range(12, 24)]
+    gate.await_entry(3)
     gate.open()
     zrpc.wait_all(futures)
-
-
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_as_many_calls_run_at_once_as_the_actor_says(caller: Mesh, asynchronous: bool) -> None:
-    log = zrpc.remote(1, zrpc.actor(Parallel, concurrency=3))
-    if asynchronous:
-        zrpc.wait_all([log.rpc_async().sleep(n, 0.02) for n in range(12)])
-    else:
-        with Gate() as gate:
-            futures = [log.rpc_async().wait(gate, n) for n in range(12)]
-            gate.await_entry(3)
-            gate.open()
-            zrpc.wait_all(futures)
     calls, most = log.rpc_sync().seen()
-    assert (sorted(calls), most) == (list(range(12)), 3)
+    assert (sorted(calls), most) == (list(range(24)), 3)
 
 
-def test_coroutines_begin_in_order_also_if_several_run_at_once(caller: Mesh) -> None:
+def test_coroutines_begin_in_order_also_if_several_run_at_once() -> None:
     log = zrpc.remote(1, zrpc.actor(Parallel, concurrency=8))
     zrpc.wait_all([log.rpc_async().sleep(n) for n in range(200)])
     assert log.rpc_sync().seen()[0] == list(range(200))
 
 
-def test_a_method_with_a_future_holds_the_actor_until_it_is_done(caller: Mesh) -> None:
+def test_a_method_with_a_future_holds_the_actor_until_it_is_done() -> None:
     log, later = zrpc.remote(1, Log), Later()
     futures = [log.rpc_async().later(later), log.rpc_async().note(1)]
     until(lambda: log.rpc_sync().beside() == ["later"])
@@ -211,7 +209,7 @@ def test_a_method_with_a_future_holds_the_actor_until_it_is_done(caller: Mesh) -
 
 
 @pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "num_worker_threads": 1})
-def test_calls_that_wait_take_no_threads(caller: Mesh) -> None:
+def test_calls_that_wait_take_no_threads() -> None:
     log = zrpc.remote(1, Log)
     running = log.rpc_async().sleep("long", 60)  # a coroutine, which takes no thread either
     waiting = [log.rpc_async().note(n) for n in range(50)]
@@ -220,10 +218,8 @@ def test_calls_that_wait_take_no_threads(caller: Mesh) -> None:
     assert zrpc.wait_all(waiting) == list(range(50))
 
 
-def test_a_thread_that_ends_a_call_begins_the_next_one(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    first = log.rpc_async().wait(gate)
-    gate.await_entry()
+def test_a_thread_that_ends_a_call_begins_the_next_one(gate: Gate) -> None:
+    log, first = busy(gate)
     others = [log.rpc_async().thread() for _ in range(60)]
     assert waits(first)
     gate.open()
@@ -235,9 +231,7 @@ def test_a_thread_that_ends_a_call_begins_the_next_one(caller: Mesh, gate: Gate)
 # -- order -------------------------------------------------------------------------------------
 
 
-def test_calls_begin_in_the_order_in_which_they_were_made_though_small_messages_overtake(
-    caller: Mesh,
-) -> None:
+def test_calls_begin_in_the_order_in_which_they_were_made_though_small_messages_overtake() -> None:
     log = zrpc.remote(1, Log)
     sizes = [10, 1 << 20, 10, 300_000]
     futures = [log.rpc_async().note(n, torch.ones(sizes[n % 4])) for n in range(80)]
@@ -245,7 +239,7 @@ def test_calls_begin_in_the_order_in_which_they_were_made_though_small_messages_
     assert log.rpc_sync().seen()[0] == list(range(80))
 
 
-def test_calls_of_all_kinds_are_in_one_order(caller: Mesh) -> None:
+def test_calls_of_all_kinds_are_in_one_order() -> None:
     log = zrpc.remote(1, Log)
     for n in range(0, 40, 4):
         log.rpc_async().note(n)
@@ -256,12 +250,7 @@ def test_calls_of_all_kinds_are_in_one_order(caller: Mesh) -> None:
     assert log.rpc_sync().seen()[0] == list(range(40))
 
 
-def test_calls_made_before_the_actor_is_are_in_order_too(caller: Mesh, gate: Gate) -> None:
-    class Slow(Log):
-        def __init__(self, gate: Gate) -> None:
-            super().__init__()
-            gate.wait_inside()
-
+def test_calls_made_before_the_actor_is_are_in_order_too(gate: Gate) -> None:
     log = zrpc.remote(1, Slow, args=(gate,))
     futures = [log.rpc_async().note(n, torch.ones(10 + 300_000 * (n % 2))) for n in range(20)]
     gate.open()
@@ -273,7 +262,7 @@ def use(log: Any, begin: int) -> None:
     zrpc.wait_all([log.rpc_async().note(n, torch.ones(10)) for n in range(begin, begin + 20)])
 
 
-def test_each_worker_that_gets_the_rref_has_an_order_of_its_own(caller: Mesh) -> None:
+def test_each_worker_that_gets_the_rref_has_an_order_of_its_own() -> None:
     log = zrpc.remote(1, Log)
     # An RRef arrives again and again, and is dropped in between.
     for begin in range(0, 60, 20):
@@ -285,12 +274,9 @@ def test_each_worker_that_gets_the_rref_has_an_order_of_its_own(caller: Mesh) ->
     assert most == 1
 
 
-def test_marked_methods_begin_beside_the_others_before_calls_that_wait(
-    caller: Mesh, gate: Gate
-) -> None:
-    log = zrpc.remote(1, Log)
-    futures = [log.rpc_async().wait(gate), log.rpc_async().note(1)]
-    gate.await_entry()
+def test_marked_methods_begin_beside_the_others_before_calls_that_wait(gate: Gate) -> None:
+    log, running = busy(gate)
+    futures = [running, log.rpc_async().note(1)]
     assert log.rpc_sync().beside() == ["wait"]
     limited = [log.rpc_async().beside_at_most_two(gate) for _ in range(3)]
     gate.await_entry(2)
@@ -299,7 +285,7 @@ def test_marked_methods_begin_beside_the_others_before_calls_that_wait(
     zrpc.wait_all(futures + limited)
 
 
-def test_local_value_passes_the_others_by_and_to_here_waits(caller: Mesh, gate: Gate) -> None:
+def test_local_value_passes_the_others_by_and_to_here_waits(gate: Gate) -> None:
     log = zrpc.RRef(Log())
     future = log.rpc_async().wait(gate)
     gate.await_entry()
@@ -312,7 +298,7 @@ def test_local_value_passes_the_others_by_and_to_here_waits(caller: Mesh, gate: 
     future.wait()
 
 
-def test_a_copy_of_an_actor_is_taken_in_its_turn(caller: Mesh, gate: Gate) -> None:
+def test_a_copy_of_an_actor_is_taken_in_its_turn(gate: Gate) -> None:
     numbers = zrpc.remote(1, zrpc.actor(list, concurrency=1), args=([1],))
     numbers.rpc_async().append(2)
     assert numbers.to_here() == [1, 2]
@@ -325,34 +311,26 @@ def test_a_copy_of_an_actor_is_taken_in_its_turn(caller: Mesh, gate: Gate) -> No
 # -- the ends of calls -------------------------------------------------------------------------
 
 
-def test_a_call_that_is_cancelled_while_it_waits_never_runs(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    first = log.rpc_async().wait(gate)
-    gate.await_entry()
+def test_a_call_that_is_cancelled_or_times_out_while_it_waits_never_runs(gate: Gate) -> None:
+    log, first = busy(gate)
     waiting = [log.rpc_async().note(n) for n in range(10)]
+    with pytest.raises(zrpc.RpcTimeoutError, match=r"Log\.note on worker1") as caught:
+        log.rpc_sync(timeout=0.05).note("late")
+    assert caught.value.executed is None
     for future in waiting[::2]:
         assert future.cancel()
-    assert waits(first)  # what comes after the cancellations finds the calls gone
+    assert waits(first)  # what comes after that finds the calls gone
     gate.open()
     assert zrpc.wait_all([first, *waiting[1::2]]) == ["wait", 1, 3, 5, 7, 9]
     assert log.rpc_sync().seen()[0] == ["wait", 1, 3, 5, 7, 9]
 
 
-def test_a_call_that_times_out_while_it_waits_never_runs(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    first = log.rpc_async().wait(gate)
-    gate.await_entry()
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"Log\.note on worker1") as caught:
-        log.rpc_sync(timeout=0.05).note(1)
-    assert caught.value.executed is None
-    assert waits(first)  # what comes after the timeout finds the call gone
-    gate.open()
-    first.wait()
-    assert log.rpc_sync().note(2) == 2
-    assert log.rpc_sync().seen()[0] == ["wait", 2]
+class Unreadable:
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
 
 
-def test_a_call_that_can_t_be_pickled_leaves_no_gap(caller: Mesh) -> None:
+def test_a_call_that_can_t_be_pickled_read_or_found_leaves_no_gap() -> None:
     log = zrpc.remote(1, Log)
     with pytest.raises(zrpc.SerializationError):
         log.rpc_sync().note(threading.Lock())
@@ -366,71 +344,28 @@ def test_a_call_that_can_t_be_pickled_leaves_no_gap(caller: Mesh) -> None:
         log.rpc_sync().missing()
     with pytest.raises(AttributeError):
         log.remote().missing()
+    refused("no number", lambda: log.rpc_sync().note(Unreadable()))
     assert log.rpc_sync().note(1) == 1
     assert log.rpc_sync().seen()[0] == ["unpicklable", "fail", 1]
 
 
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
-
-
-def test_a_call_whose_arguments_can_t_be_read_ends_and_the_next_begins(caller: Mesh) -> None:
+def test_a_coroutine_and_a_future_hold_the_actor_only_while_their_caller_waits() -> None:
     log = zrpc.remote(1, Log)
-    with pytest.raises(zrpc.SerializationError) as caught:
-        log.rpc_sync().note(Unreadable())
-    assert caught.value.executed is False
-    assert log.rpc_sync().note(1) == 1
+    for call in (lambda: log.rpc_async().sleep("long", 60), lambda: log.rpc_async().later(Later())):
+        before = len(log.rpc_sync().beside())
+        running = call()
+        until(lambda before=before: len(log.rpc_sync().beside()) > before)
+        assert running.cancel()
+        assert log.rpc_sync().note(1) == 1
 
 
-def test_a_running_coroutine_is_cancelled_at_its_await(caller: Mesh) -> None:
-    log = zrpc.remote(1, Log)
-    running = log.rpc_async().sleep("long", 60)
-    until(lambda: log.rpc_sync().beside() == ["long"])
-    assert running.cancel()
-    assert log.rpc_sync().note(1) == 1
-
-
-def test_a_running_method_goes_on_after_its_caller_and_holds_the_actor(
-    caller: Mesh, gate: Gate
-) -> None:
-    log = zrpc.remote(1, Log)
-    running = log.rpc_async().wait(gate)
-    gate.await_entry()
+def test_a_running_method_goes_on_after_its_caller_and_holds_the_actor(gate: Gate) -> None:
+    log, running = busy(gate)
     running.cancel()
     following = log.rpc_async().note(1)
     assert waits(following)
     gate.open()
     assert following.wait() == 1
-
-
-def test_a_future_that_is_never_done_holds_the_actor_only_while_its_caller_waits(
-    caller: Mesh,
-) -> None:
-    log = zrpc.remote(1, Log)
-    abandoned = log.rpc_async().later(Later())
-    until(lambda: log.rpc_sync().beside() == ["later"])
-    abandoned.cancel()
-    assert log.rpc_sync().note(1) == 1
-
-
-@pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "num_worker_threads": 1})
-def test_a_call_that_is_cancelled_in_the_queue_of_the_pool_leaves_the_actor(
-    caller: Mesh, gate: Gate
-) -> None:
-    log = zrpc.remote(1, Log)
-    log.ready()
-    busy = zrpc.rpc_async(1, gate.work_inside)
-    gate.await_entry()
-    queued = [log.rpc_async().note(n) for n in range(3)]  # the first has its turn, but no thread
-    until(lambda: len(caller.agent(1).callee.requests) == 4)
-    queued[0].cancel()
-    queued[1].cancel()
-    until(lambda: len(caller.agent(1).callee.requests) == 2)
-    gate.open()
-    assert queued[2].wait() == 2
-    busy.wait()
-    assert log.rpc_sync().seen()[0] == [2]
 
 
 def call_twice(log: Any, gate: Gate) -> None:
@@ -452,38 +387,18 @@ def test_the_waiting_calls_of_a_worker_that_is_lost_never_run(caller: Mesh, gate
     assert log.rpc_sync().seen()[0] == ["of the lost", "ours"]
 
 
-def test_calls_of_an_actor_whose_owner_dies_fail_and_name_it(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
-    gate.await_entry()
-    caller.agent(1).close()
-    for future in (running, waiting):
-        with pytest.raises(zrpc.OwnerDied, match="the actor Log on worker1 is lost: worker"):
-            future.wait()
-    with pytest.raises(
-        zrpc.OwnerDied, match=r"the actor Log on worker1 is lost: .* again"
-    ) as caught:
-        log.rpc_sync().note(2)
-    assert caught.value.executed is False
-
-
 # -- bytes -------------------------------------------------------------------------------------
 
 SMALL = {"rpc_timeout": 20, "max_bytes_in_flight": 1 << 20}
 
 
 @pytest.mark.zrpc(workers=2, options=SMALL)
-def test_what_waits_is_bounded_and_never_holds_up_calls_to_others(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    running = log.rpc_async().wait(gate)
-    gate.await_entry()
+def test_what_waits_is_bounded_and_never_holds_up_calls_to_others(gate: Gate) -> None:
+    log, running = busy(gate)
     waiting = [log.rpc_async().note(n, b"." * 300_000) for n in range(3)]
     full = r"the mailbox of the actor Log on worker1 is full"
-    with pytest.raises(zrpc.RpcError, match=full) as caught:
-        log.rpc_sync().note("too much", b"." * 300_000)
-    assert caught.value.executed is False
-    with pytest.raises(zrpc.RpcError, match=full):
-        log.rpc_async().note("too much", b"." * 300_000).wait()
+    refused(full, lambda: log.rpc_sync().note("too much", b"." * 300_000))
+    refused(full, lambda: log.rpc_async().note("too much", b"." * 300_000).wait())
     assert zrpc.rpc_sync(1, len, args=(b"." * 900_000,)) == 900_000
     gate.open()
     assert zrpc.wait_all([running, *waiting]) == ["wait", 0, 1, 2]
@@ -501,10 +416,8 @@ def fill(log: Any) -> str:
 
 
 @pytest.mark.zrpc(workers=3, options=SMALL)
-def test_what_waits_of_all_callers_together_is_bounded(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Log)
-    running = log.rpc_async().wait(gate)
-    gate.await_entry()
+def test_what_waits_of_all_callers_together_is_bounded(gate: Gate) -> None:
+    log, running = busy(gate)
     callers = [zrpc.rpc_async(to, fill, args=(log,)) for to in (0, 2)]
     until(lambda: any(future.done() for future in callers))
     gate.open()
@@ -532,34 +445,29 @@ class Slow(Log):
         super().__init__()
 
 
+def test_ready_waits_until_the_actor_is_made_and_not_for_its_calls(gate: Gate) -> None:
+    busy(gate)[0].ready()
+    with Gate() as making:
+        log = zrpc.remote(1, Slow, args=(making,))
+        with pytest.raises(zrpc.RpcTimeoutError):
+            log.ready(timeout=0.05)
+        making.open()
+        log.ready()
+
+
 def broken() -> None:
     raise KeyError("broken")
 
 
-def test_ready_waits_until_the_actor_is_made_and_not_for_its_calls(
-    caller: Mesh, gate: Gate
-) -> None:
-    log = zrpc.remote(1, Slow, args=(gate,))
-    with pytest.raises(zrpc.RpcTimeoutError):
-        log.ready(timeout=0.05)
-    gate.open()
-    log.ready()
-    with Gate() as held:
-        running = log.rpc_async().wait(held)
-        held.await_entry()
-        log.ready()
-        held.open()
-        running.wait()
-
-
-def test_ready_raises_what_the_constructor_has_raised(caller: Mesh) -> None:
-    with pytest.raises(KeyError, match="broken"):
-        zrpc.remote(1, broken).ready()
-    with pytest.raises(KeyError, match="broken"):
-        zrpc.remote(0, broken).ready()
-    with pytest.raises(TypeError):
-        zrpc.remote(1, Slow).ready()
+def test_ready_and_stop_raise_what_the_constructor_has_raised() -> None:
+    for to in (0, 1):
+        made = zrpc.remote(to, broken)
+        for use in (made.ready, made.stop):
+            with pytest.raises(KeyError, match="broken"):
+                use()
     zrpc.RRef(1).ready()
+    with pytest.raises(zrpc.RpcError, match="is none: it is a dict"):
+        zrpc.remote(1, dict).stop()
 
 
 @pytest.mark.parametrize("to", [0, 1])
@@ -570,22 +478,16 @@ def test_stop_fails_what_waits_and_closes_after_what_runs(
     running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
     gate.await_entry()
     kept = log.local_value() if to == 0 else None
-    stops = [threading.Thread(target=caller.run, args=(0, log.stop)) for _ in range(2)]
-    for stop in stops:
-        stop.start()
+    stops = [caller.submit(0, log.stop) for _ in range(2)]
     what = rf"the actor Closing on worker{to} was stopped by worker0"
-    with pytest.raises(zrpc.RpcError, match=what) as caught:
-        waiting.wait()
-    assert caught.value.executed is False
+    refused(what, waiting.wait)
     gate.open()
     assert running.wait() == "wait"
     for stop in stops:
-        stop.join(SOON)
+        stop.result(SOON)
     log.stop()
     for use in (lambda: log.rpc_sync().note(2), log.rpc_async().note(2).wait, log.to_here):
-        with pytest.raises(zrpc.RpcError, match=what) as caught:
-            use()
-        assert caught.value.executed is False
+        refused(what, use)
     if kept is not None:
         assert kept.closed == [["wait"]]
 
@@ -594,19 +496,16 @@ def test_stop_fails_what_waits_for_the_constructor(caller: Mesh, gate: Gate) -> 
     log = zrpc.remote(1, Slow, args=(gate,), name="slow")
     gate.await_entry()
     waiting = [log.rpc_async().note(1), log.rpc_async().note(2)]
-    stop = threading.Thread(target=caller.run, args=(0, log.stop))
-    stop.start()
+    stop = caller.submit(0, log.stop)
     until(lambda: len(caller.agent(1).callee.requests) == 4)  # the constructor's, and these
     gate.open()
     for future in waiting:
-        with pytest.raises(zrpc.RpcError, match="was stopped by worker0") as caught:
-            future.wait()
-        assert caught.value.executed is False
-    stop.join(SOON)
+        refused("was stopped by worker0", future.wait)
+    stop.result(SOON)
     zrpc.remote(0, Closing, args=([],), name="slow").stop()
 
 
-def test_stop_raises_what_close_has_raised_and_the_actor_is_gone(caller: Mesh) -> None:
+def test_stop_raises_what_close_has_raised_and_the_actor_is_gone() -> None:
     class Bad(Log):
         async def close(self) -> None:
             await asyncio.sleep(0)
@@ -634,7 +533,7 @@ class Retiring(Closing):
 
 @pytest.mark.parametrize(("to", "concurrency"), [(0, 1), (1, 1), (1, 2)])
 def test_an_actor_that_stops_itself_ends_after_that_call(
-    caller: Mesh, gate: Gate, to: int, concurrency: int
+    gate: Gate, to: int, concurrency: int
 ) -> None:
     kind = zrpc.actor(Retiring, concurrency=concurrency)
     actor = zrpc.remote(to, kind, args=([],), name="retiring")
@@ -649,17 +548,7 @@ def test_an_actor_that_stops_itself_ends_after_that_call(
     actor.stop()  # waits for the first one
     with pytest.raises(zrpc.RpcTimeoutError):
         zrpc.get_actor("retiring", timeout=0.01)
-
-
-def test_a_coroutine_of_an_actor_can_stop_it(caller: Mesh) -> None:
-    actor = zrpc.remote(1, zrpc.actor(Retiring), args=([],))
-    assert actor.rpc_sync().retire_soon(actor) == "retired"
+    another = zrpc.remote(to, kind, args=([],))
+    assert another.rpc_sync().retire_soon(another) == "retired"
     with pytest.raises(zrpc.RpcError, match="was stopped"):
-        actor.rpc_sync().note(1)
-
-
-def test_stop_of_something_else_says_so(caller: Mesh) -> None:
-    with pytest.raises(zrpc.RpcError, match="is none: it is a dict"):
-        zrpc.remote(1, dict).stop()
-    with pytest.raises(KeyError, match="broken"):
-        zrpc.remote(1, broken).stop()
+        another.rpc_sync().note(1)

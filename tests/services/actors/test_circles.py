@@ -12,21 +12,27 @@ import pytest
 
 import zrpc
 from tests.support.identity import Same, event
-from tests.support.waiting import SOON
+from tests.support.observed import busy
+from tests.support.waiting import SOON, until
 from zrpc.services.inspection.circles import Circle
 from zrpc.testing import Mesh
 from zrpc.wire.member_id import MemberId
 
 # The calls themselves have no time-out that would end a circle.
-pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 0})
+pytestmark = [
+    pytest.mark.zrpc(workers=3, options={"rpc_timeout": 0}),
+    pytest.mark.usefixtures("caller"),
+]
+
+
+# Longer than any test: such a batch begins when it is full.
+FULL = SOON * 10
 
 
 class Both(Same):
     """Opens when two have come."""
 
     def __init__(self) -> None:
-        import threading
-
         self.barrier = threading.Barrier(2)
 
     def meet(self) -> None:
@@ -48,58 +54,24 @@ class Node:
             return self.touch()
         return others[0].rpc_sync().call(*others[1:])
 
+    @zrpc.batched(max_size=2, max_wait=FULL)
+    def touch_all(self, others: list[Any]) -> list[int]:
+        return [touch(other) for other in others]
+
+    @zrpc.batched(max_size=2, max_wait=FULL)
+    async def touch_all_in_loop(self, others: list[Any]) -> list[int]:
+        return [await touch_in_task(other) for other in others]
+
     async def acall(self, *others: Any) -> Any:
         if not others:
             return self.touch()
         return await others[0].rpc_async().acall(*others[1:])
 
-    def call_through(self, to: int, other: Any) -> Any:
-        return zrpc.rpc_sync(to, touch, args=(other,))
+    def run(self, function: Any, *args: Any) -> Any:
+        return function(*args)
 
-    def call_all(self, *others: Any) -> Any:
-        return zrpc.wait_all([other.rpc_async().touch() for other in others])
-
-    def call_first(self, *others: Any) -> Any:
-        return next(zrpc.as_completed([other.rpc_async().touch() for other in others])).wait()
-
-    def call_the_quick_one(self, own: Any) -> list[Any]:
-        stuck, quick = own.rpc_async().touch(), zrpc.rpc_async(2, end_late, args=(own,))
-        first = next(zrpc.as_completed([stuck, quick]))
-        stuck.cancel()
-        return [first is quick, first.wait()]
-
-    def call_collected(self, *others: Any) -> Any:
-        futures = zrpc.collect_all([other.rpc_async().touch() for other in others])
-        return [future.wait() for future in futures.wait()]
-
-    def call_with_a_future(self, to: int, other: Any) -> Any:
-        return zrpc.rpc_sync(to, touch_later, args=(other,))
-
-    async def call_in(self, way: Any, own: Any) -> Any:
-        return await way(touch_in_task(own))
-
-    async def await_the_quick_one(self, own: Any) -> Any:
-        ways = touch_in_task(own), zrpc.rpc_async(2, end_late, args=(own,))
-        tasks = [asyncio.ensure_future(each) for each in ways]
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        tasks[0].cancel()
-        return [done == {tasks[1]}, tasks[1].result()]
-
-    def call_then(self, other: Any) -> Any:
-        return other.rpc_async().touch().then(lambda future: future.wait()).wait()
-
-    def fetch(self, other: Any) -> Any:
-        return other.to_here()
-
-    def make_and_fetch(self, other: Any) -> Any:
-        return other.remote().touch().to_here()
-
-    def call_and_fetch(self, first: Any, second: Any) -> Any:
-        return first.rpc_sync().make_and_fetch(second)
-
-    def meet_and_call(self, both: Both, other: Any) -> Any:
-        both.meet()
-        return other.rpc_sync().touch()
+    async def run_in_loop(self, function: Any, *args: Any) -> Any:
+        return await function(*args)
 
     def items_of(self, other: Any) -> Iterator[Any]:
         yield other.rpc_sync().touch()
@@ -113,41 +85,6 @@ class Node:
     async def count_up_in_loop(self) -> AsyncIterator[int]:
         for number in range(10**9):
             yield number
-
-    def read_items(self, other: Any, own: Any) -> Any:
-        return list(other.rpc_stream().items_of(own))
-
-    async def read_in_loop(self, other: Any, own: Any) -> Any:
-        return [item async for item in other.rpc_stream().items_in_loop(own)]
-
-    def read_group(self, other: Any, own: Any) -> Any:
-        return list(zrpc.group([other, other]).rpc_stream().items_of(own))
-
-    def read_shared(self, other: Any, own: Any) -> Any:
-        return list(zrpc.rpc_stream(zrpc.group("worker2"), touch, args=(zrpc.share([own]),)))
-
-    def read_the_quick_one(self, other: Any, own: Any) -> list[Any]:
-        run = zrpc.each([touch_soon, slowly])
-        with zrpc.rpc_stream(zrpc.group("worker[02]"), apply, args=(run, own)) as stream:
-            return [next(stream)[1] for _ in range(3)]
-
-    def call_group(self, other: Any, own: Any) -> Any:
-        return zrpc.group([other, own]).rpc_sync().touch()
-
-    def call_workers(self, other: Any, own: Any) -> Any:
-        slow_and_circle = zrpc.each([await_circle, touch_and_tell])
-        return zrpc.rpc_sync(zrpc.group("worker[02]"), apply, args=(slow_and_circle, own))
-
-    def call_shared(self, other: Any, own: Any) -> Any:
-        return zrpc.rpc_sync(zrpc.group("worker[02]"), touch, args=(zrpc.share([own] * 2),))
-
-    def read_and_call(self, other: Any, own: Any) -> Any:
-        for _ in other.rpc_stream(prefetch=2).count_up():
-            other.rpc_sync().touch()
-
-    async def read_and_call_in_loop(self, other: Any, own: Any) -> Any:
-        async for _ in other.rpc_stream(prefetch=2).count_up_in_loop():
-            await other.rpc_async().touch()
 
     def catch(self, other: Any) -> str:
         try:
@@ -174,21 +111,6 @@ async def in_group(coroutine: Any) -> Any:
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(coroutine)
     return task.result()
-
-
-async def in_wait(coroutine: Any) -> Any:
-    when = asyncio.FIRST_COMPLETED
-    done, _ = await asyncio.wait([asyncio.create_task(coroutine)], return_when=when)
-    return [task.result() for task in done]
-
-
-async def in_wait_for(coroutine: Any) -> Any:
-    return await asyncio.wait_for(coroutine, SOON)
-
-
-async def in_tasks(coroutine: Any) -> Any:
-    shielded = asyncio.shield(asyncio.create_task(in_group(coroutine)))
-    return await asyncio.gather(in_wait_for(shielded), asyncio.sleep(0))
 
 
 def apply(function: Any, *args: Any) -> Any:
@@ -245,13 +167,6 @@ class Quitter:
         Quitter.closed += 1
 
 
-def outcome(future: Any) -> str:
-    try:
-        return str(future.wait())
-    except zrpc.RpcError as error:
-        return str(error)
-
-
 CIRCLE = "actors wait in a circle"
 
 
@@ -262,7 +177,7 @@ def two(mesh: Mesh) -> tuple[Any, Any]:
     return nodes
 
 
-def test_an_actor_that_calls_itself_by_its_rref_gets_an_error_that_names_it(caller: Mesh) -> None:
+def test_an_actor_that_calls_itself_by_its_rref_gets_an_error_that_names_it() -> None:
     node = zrpc.remote(1, Node)
     node.ready()
     began = time.monotonic()
@@ -284,58 +199,82 @@ def test_a_circle_over_two_workers_is_found(caller: Mesh, method: str) -> None:
     assert zrpc.wait_all([a.rpc_async().touch(), b.rpc_async().touch()]) == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("method", "arguments"),
-    [
-        ("call_through", "2a"),
-        ("call_through", "1a"),
-        ("call_all", "ba"),
-        ("call_first", "a"),
-        ("call_collected", "ba"),
-        ("call_with_a_future", "2a"),
-        ("call_then", "a"),
-        ("fetch", "a"),
-        ("make_and_fetch", "a"),
-        ("call_and_fetch", "ba"),
+# Each waits for the actor that runs it.
+
+
+def wait_for_workers(other: Any, own: Any) -> Any:
+    slow_and_circle = zrpc.each([await_circle, touch_and_tell])
+    return zrpc.rpc_sync(zrpc.group("worker[02]"), apply, args=(slow_and_circle, own))
+
+
+def read_and_call(other: Any, own: Any) -> None:
+    for _ in other.rpc_stream(prefetch=2).count_up():
+        other.rpc_sync().touch()
+
+
+WAYS: dict[str, Any] = {
+    "a function of another worker": lambda other, own: zrpc.rpc_sync(2, touch, args=(own,)),
+    "a function of its own worker": lambda other, own: zrpc.rpc_sync(1, touch, args=(own,)),
+    "all futures": lambda *nodes: zrpc.wait_all([each.rpc_async().touch() for each in nodes]),
+    "the first future": lambda _, own: next(zrpc.as_completed([own.rpc_async().touch()])).wait(),
+    "a future of futures": lambda *nodes: [
+        each.wait() for each in zrpc.collect_all([n.rpc_async().touch() for n in nodes]).wait()
     ],
-)
-def test_a_circle_through_other_ways_is_found(caller: Mesh, method: str, arguments: str) -> None:
+    "a function with a future": lambda _, own: zrpc.rpc_sync(2, touch_later, args=(own,)),
+    "a callback": lambda _, own: own.rpc_async().touch().then(lambda each: each.wait()).wait(),
+    "a copy": lambda other, own: own.to_here(),
+    "a value": lambda other, own: own.remote().touch().to_here(),
+    "a value for another": lambda other, own: other.rpc_sync().run(WAYS["a value"], other, own),
+    "a stream": lambda other, own: list(other.rpc_stream().items_of(own)),
+    "a stream of a group": lambda other, own: list(
+        zrpc.group([other, other]).rpc_stream().items_of(own)
+    ),
+    "a shared stream": lambda other, own: list(
+        zrpc.rpc_stream(zrpc.group("worker2"), touch, args=(zrpc.share([own]),))
+    ),
+    "a stream that rests": read_and_call,
+    "a group": lambda *nodes: zrpc.group(nodes).rpc_sync().touch(),
+    "a group of workers": wait_for_workers,
+    "shared items": lambda other, own: zrpc.rpc_sync(
+        zrpc.group("worker[02]"), touch, args=(zrpc.share([own] * 2),)
+    ),
+}
+
+
+async def read_in_loop(other: Any, own: Any) -> Any:
+    return [item async for item in other.rpc_stream().items_in_loop(own)]
+
+
+async def read_and_call_in_loop(other: Any, own: Any) -> None:
+    async for _ in other.rpc_stream(prefetch=2).count_up_in_loop():
+        await other.rpc_async().touch()
+
+
+async def await_task(other: Any, own: Any) -> Any:
+    return await asyncio.create_task(touch_in_task(own))
+
+
+async def await_one(other: Any, own: Any) -> Any:
+    tasks = [asyncio.create_task(touch_in_task(own))]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    return [task.result() for task in done]
+
+
+async def await_tasks(other: Any, own: Any) -> Any:
+    shielded = asyncio.shield(asyncio.create_task(in_group(touch_in_task(own))))
+    return await asyncio.gather(asyncio.wait_for(shielded, SOON), asyncio.sleep(0))
+
+
+AWAITS = [read_in_loop, read_and_call_in_loop, await_task, await_one, await_tasks]
+
+
+@pytest.mark.parametrize("way", [*WAYS, *AWAITS])
+def test_a_circle_through_other_ways_is_found(caller: Mesh, way: Any) -> None:
     a, b = two(caller)
-    meaning = {"a": a, "b": b, "1": 1, "2": 2}
-    with pytest.raises(zrpc.RpcError, match=CIRCLE):
-        getattr(a.rpc_sync(), method)(*(meaning[each] for each in arguments))
-    assert a.rpc_sync().touch() == 1
-
-
-@pytest.mark.parametrize(
-    "way", [asyncio.create_task, asyncio.shield, in_group, in_tasks, in_wait, in_wait_for]
-)
-def test_a_circle_through_tasks_is_found(caller: Mesh, way: Any) -> None:
-    a, _ = two(caller)
+    proxy = a.rpc_sync(SOON)
     with pytest.raises((zrpc.RpcError, ExceptionGroup)) as caught:
-        a.rpc_sync(SOON).call_in(way, a)
+        proxy.run(WAYS[way], b, a) if way in WAYS else proxy.run_in_loop(way, b, a)
     assert CIRCLE in repr(caught.value)
-    assert a.rpc_sync(SOON).touch() == 1
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "read_items",
-        "read_in_loop",
-        "read_group",
-        "read_shared",
-        "call_group",
-        "call_workers",
-        "call_shared",
-        "read_and_call",
-        "read_and_call_in_loop",
-    ],
-)
-def test_a_circle_through_groups_and_streams_is_found(caller: Mesh, method: str) -> None:
-    a, b = two(caller)
-    with pytest.raises(zrpc.RpcError, match=CIRCLE):
-        getattr(a.rpc_sync(SOON), method)(b, a)
     assert zrpc.wait_all([a.rpc_async(SOON).touch(), b.rpc_async(SOON).touch()])
 
 
@@ -408,23 +347,42 @@ def test_a_call_behind_a_stream_that_another_thread_reads_waits_its_turn(caller:
     thread.join(SOON)
 
 
+def read_the_quick_one(own: Any) -> list[Any]:
+    run = zrpc.each([touch_soon, slowly])
+    with zrpc.rpc_stream(zrpc.group("worker[02]"), apply, args=(run, own)) as stream:
+        return [next(stream)[1] for _ in range(3)]
+
+
 def test_a_group_with_a_member_that_goes_on_is_no_circle(caller: Mesh) -> None:
     """The reader may leave before it needs the member that waits for it."""
-    a, b = two(caller)
-    found = a.rpc_sync(SOON).read_the_quick_one(b, a)
-    assert found == [0, 1, 2]
+    a, _ = two(caller)
+    assert a.rpc_sync(SOON).run(read_the_quick_one, a) == [0, 1, 2]
+
+
+def call_the_quick_one(own: Any) -> list[Any]:
+    stuck, quick = own.rpc_async().touch(), zrpc.rpc_async(2, end_late, args=(own,))
+    first = next(zrpc.as_completed([stuck, quick]))
+    stuck.cancel()
+    return [first is quick, first.wait()]
+
+
+async def await_the_quick_one(own: Any) -> list[Any]:
+    ways = touch_in_task(own), zrpc.rpc_async(2, end_late, args=(own,))
+    tasks = [asyncio.ensure_future(each) for each in ways]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    tasks[0].cancel()
+    return [done == {tasks[1]}, tasks[1].result()]
 
 
 def test_one_future_of_several_that_goes_on_is_no_circle(caller: Mesh) -> None:
     """The actor may leave the others: here it cancels the call of itself."""
     a, b = two(caller)
-    futures = a.rpc_async(SOON).call_the_quick_one(a), b.rpc_async(SOON).await_the_quick_one(b)
-    assert zrpc.wait_all(futures) == [[True, "late"]] * 2
+    one = a.rpc_async(SOON).run(call_the_quick_one, a)
+    other = b.rpc_async(SOON).run_in_loop(await_the_quick_one, b)
+    assert zrpc.wait_all([one, other]) == [[True, "late"]] * 2
 
 
-def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends(
-    caller: Mesh,
-) -> None:
+def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends() -> None:
     quitter = zrpc.remote(1, Quitter)
     assert CIRCLE in quitter.rpc_sync().stop_through(2, quitter)
     quitter.stop()  # waits for the first stop
@@ -433,17 +391,25 @@ def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_end
         quitter.rpc_sync().stop_through(2, quitter)
 
 
+def meet_and_call(both: Both, other: Any) -> str:
+    both.meet()
+    try:
+        return str(other.rpc_sync().touch())
+    except zrpc.RpcError as error:
+        return str(error)
+
+
 def test_two_calls_that_cross_each_other_are_found(caller: Mesh) -> None:
-    a, b = two(caller)
-    both = Both()
-    futures = [a.rpc_async().meet_and_call(both, b), b.rpc_async().meet_and_call(both, a)]
-    texts = [outcome(future) for future in futures]
+    (a, b), both = two(caller), Both()
+    texts = zrpc.wait_all(
+        [a.rpc_async().run(meet_and_call, both, b), b.rpc_async().run(meet_and_call, both, a)]
+    )
     assert any(CIRCLE in text for text in texts)
     assert all(CIRCLE in text or text.isdigit() for text in texts)
     zrpc.wait_all([a.rpc_async().touch(), b.rpc_async().touch()])
 
 
-def test_an_actor_with_room_for_two_calls_may_call_itself_once(caller: Mesh) -> None:
+def test_an_actor_with_room_for_two_calls_may_call_itself_once() -> None:
     node = zrpc.remote(1, zrpc.actor(Node, concurrency=2))
     assert node.rpc_sync().call(node) == 1
     with pytest.raises(zrpc.RpcError, match=CIRCLE):
@@ -451,33 +417,69 @@ def test_an_actor_with_room_for_two_calls_may_call_itself_once(caller: Mesh) -> 
     assert node.rpc_sync().touch() == 2
 
 
-def slow(both: Both) -> str:
-    both.meet()
-    return "slow"
-
-
-@zrpc.actor
-class Busy(Node):
-    def wait(self, both: Both) -> str:
-        return zrpc.rpc_sync(2, slow, args=(both,))
-
-
-def test_a_long_wait_that_is_no_circle_is_left_alone(caller: Mesh) -> None:
-    busy, both = zrpc.remote(1, Busy), Both()
-    running = busy.rpc_async().wait(both)
-    waiting = busy.rpc_async().touch()
+def test_a_long_wait_that_is_no_circle_is_left_alone() -> None:
+    node, both = zrpc.remote(1, Node), Both()
+    running = node.rpc_async().run(lambda: zrpc.rpc_sync(2, both.meet))
+    waiting = node.rpc_async().touch()
     began = time.monotonic()
     while time.monotonic() - began < 1.5:  # as long as it takes to find several circles
         zrpc.rpc_sync(1, max, args=(1, 2))
         time.sleep(0.05)
     assert not waiting.done()
     both.meet()
-    assert (running.wait(), waiting.wait()) == ("slow", 1)
+    assert (running.wait(), waiting.wait()) == (None, 1)
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"[[[1]], 1]", b'[[["a", 1]], ""]', b"\xff"])
-def test_bytes_that_are_no_circle_are_refused(body: bytes) -> None:
-    with pytest.raises(zrpc.RpcError, match="expected a circle of calls"):
-        Circle.parse(body)
+def test_bytes_that_are_no_circle_are_refused() -> None:
+    for body in (b"", b"{", b"[]", b"[[[1]], 1]", b'[[["a", 1]], ""]', b"\xff"):
+        with pytest.raises(zrpc.RpcError, match="expected a circle of calls"):
+            Circle.parse(body)
     circle = Circle([(MemberId(1), 2)], "text \ud800")
     assert Circle.parse(circle.dump()) == circle
+
+
+# -- batches, which wait for what any of their calls asks for ----------------------------------
+
+
+@zrpc.batched(max_size=2, max_wait=FULL)
+def touch_all(others: list[Any]) -> list[int]:
+    return [touch(other) for other in others]
+
+
+def join(method: str, node: Any, item: Any) -> Any:
+    """Adds an item to a batch of a node's method, or of a function of worker1."""
+    if method:
+        return getattr(node.rpc_sync(SOON), method)(item)
+    return zrpc.rpc_sync(1, touch_all, args=(item,), timeout=SOON)
+
+
+def check_circles(futures: list[Any], text: str = "") -> None:
+    for future in futures:
+        with pytest.raises(zrpc.RpcError, match=CIRCLE) as caught:
+            future.wait()
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["touch_all", "touch_all_in_loop"])
+def test_a_batch_that_calls_its_own_actor_fails(caller: Mesh, method: str) -> None:
+    a, b = two(caller)
+    futures = [getattr(a.rpc_async(SOON), method)(other) for other in (b, a)]
+    check_circles(futures, f"waits for its turn on the actor Node, which runs Node.{method}")
+    assert a.rpc_sync(SOON).touch()
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("method", ["touch_all", "touch_all_in_loop", ""])
+def test_a_circle_through_any_call_of_a_batch_is_found(
+    caller: Mesh, method: str, place: int
+) -> None:
+    b, a = two(caller)
+    free, futures = zrpc.remote(0, Node), []
+    for number in range(2):
+        if number == place:
+            futures.append(a.rpc_async(SOON).run(join, method, b, a))
+        else:
+            futures.append(zrpc.rpc_async(0, join, args=(method, b, free), timeout=SOON))
+        until(lambda: busy(caller) > 0)  # so the other one comes later
+    check_circles(futures)
+    assert zrpc.wait_all([each.rpc_async(SOON).touch() for each in (a, b)])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import pytest
 import torch
 
 import zrpc
 from zrpc.actors import options_of
-from zrpc.testing import Mesh
 
 T = TypeVar("T")
 
-pytestmark = pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20})
+pytestmark = [
+    pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20}),
+    pytest.mark.usefixtures("caller"),
+]
 
 SIZES = [10, 300_000]
 
@@ -31,7 +33,7 @@ class Box(Generic[T]):
         return self.items
 
 
-def test_a_generic_class_with_parameters_makes_actors(caller: Mesh) -> None:
+def test_a_generic_class_with_parameters_makes_actors() -> None:
     assert options_of(Box[int]) == options_of(Box)  # so the maker numbers its calls
     box = zrpc.remote(1, Box[int])
     # In order, though small messages overtake large ones.
@@ -81,17 +83,12 @@ class Wide(Derived):
     """Has another concurrency than its bases."""
 
 
-@pytest.mark.parametrize(("cls", "factor"), [(Base, 1), (Derived, 10), (Wide, 10)])
-def test_methods_of_all_kinds_and_of_bases_are_called(
-    caller: Mesh, cls: type[Base], factor: int
-) -> None:
-    proxy = zrpc.remote(1, cls).rpc_sync()
-    assert [proxy.add(2), proxy.add(3)] == [2 * factor, 5 * factor]
-    assert (proxy.size(), proxy.name()) == (factor, cls.__name__)
-    assert (proxy.double(4), proxy(5)) == (8, -5)
-
-
-def test_subclasses_inherit_the_mark_and_may_have_another() -> None:
+def test_methods_of_all_kinds_and_of_bases_are_called() -> None:
+    for cls, factor in ((Base, 1), (Derived, 10), (Wide, 10)):
+        proxy = zrpc.remote(1, cls).rpc_sync()
+        assert [proxy.add(2), proxy.add(3)] == [2 * factor, 5 * factor]
+        assert (proxy.size(), proxy.name()) == (factor, cls.__name__)
+        assert (proxy.double(4), proxy(5)) == (8, -5)
     found = [options_of(cls) for cls in (Base, Derived, Wide)]
     assert [each and each.concurrency for each in found] == [1, 1, 2]
     assert [each and dict(each.beside) for each in found] == [{}, {"size": 0}, {"size": 0}]
@@ -100,10 +97,9 @@ def test_subclasses_inherit_the_mark_and_may_have_another() -> None:
 @zrpc.actor
 @dataclasses.dataclass(slots=True)
 class Inside:
-    count: int = 0
+    count: int = 1
 
     def step(self) -> int:
-        self.count += 1
         return self.count
 
 
@@ -132,13 +128,13 @@ class Incomparable:
         return 1
 
 
-@pytest.mark.parametrize("cls", [Inside, Outside, Incomparable])
-def test_slots_and_special_methods_of_the_class_change_nothing(caller: Mesh, cls: Any) -> None:
-    rref = zrpc.remote(1, cls)
-    assert rref.rpc_sync().step() == 1
-    rref.stop()
-    with pytest.raises(zrpc.RpcError, match=f"the actor {cls.__name__} on worker1 was stopped"):
-        rref.rpc_sync().step()
+def test_slots_and_special_methods_of_the_class_change_nothing() -> None:
+    for cls in (Inside, Outside, Incomparable):
+        rref = zrpc.remote(1, cls)
+        assert rref.rpc_sync().step() == 1
+        rref.stop()
+        with pytest.raises(zrpc.RpcError, match=f"the actor {cls.__name__} on worker1 was stopped"):
+            rref.rpc_sync().step()
 
 
 @zrpc.actor
@@ -156,14 +152,12 @@ class Exits:
         return 42
 
 
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
-def test_an_actor_that_exits_ends_neither_its_worker_nor_itself(
-    caller: Mesh, error: type[BaseException]
-) -> None:
-    broken = zrpc.remote(1, Exits, args=(error,), name=error.__name__)
-    with pytest.raises(zrpc.RemoteError, match=error.__name__):
-        broken.ready()
-    works = zrpc.remote(1, Exits, args=(None,), name=error.__name__)  # the name is free
-    with pytest.raises(zrpc.RemoteError, match=error.__name__):
-        works.rpc_sync().leave(error)
-    assert works.rpc_sync().answer() == 42
+def test_an_actor_that_exits_ends_neither_its_worker_nor_itself() -> None:
+    for error in (SystemExit, KeyboardInterrupt):
+        broken = zrpc.remote(1, Exits, args=(error,), name=error.__name__)
+        with pytest.raises(zrpc.RemoteError, match=error.__name__):
+            broken.ready()
+        works = zrpc.remote(1, Exits, args=(None,), name=error.__name__)  # the name is free
+        with pytest.raises(zrpc.RemoteError, match=error.__name__):
+            works.rpc_sync().leave(error)
+        assert works.rpc_sync().answer() == 42

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrpc.services.actors.mailbox import BESIDE, Mailbox, Turn
+from zrpc.services.actors.mailbox import Mailbox, Turn
 
 
 @dataclass(eq=False)
@@ -187,38 +187,6 @@ def test_the_next_call_begins_only_once_the_one_before_has_begun() -> None:
     assert owner.names() == []
     mailbox.do(mailbox.end(failed.scope))  # its arguments could not be read
     assert owner.names() == ["next"]
-
-
-def test_methods_beside_the_others_have_limits_of_their_own() -> None:
-    owner = Owner(concurrency=1, size=0, copy=2)
-    owner.arrive(Request("running"), 1, (1, 0))
-    for number in range(1, 9):
-        method = "size" if number % 2 else "copy"
-        owner.arrive(Request((method, number)), 1, (1, number), method)
-    found = owner.names()[1:]
-    assert found == [("size", 1), ("copy", 2), ("size", 3), ("copy", 4), ("size", 5), ("size", 7)]
-    owner.end(owner.begun[2])
-    assert owner.names()[-1] == ("copy", 6)
-
-
-def test_a_question_beside_the_order_waits_for_nothing() -> None:
-    owner = Owner()
-    owner.arrive(Request("running"), 1, (1, 0))
-    owner.arrive(Request("asked"), 1, BESIDE)
-    assert owner.names() == ["running", "asked"]
-
-
-def test_the_bytes_that_wait_are_bounded_and_a_larger_call_alone_may_wait() -> None:
-    owner = Owner(max_bytes=10_000)
-    first = owner.arrive(Request("first", 50_000), 1, (1, 0))
-    large = owner.arrive(Request("large", 50_000), 1, (1, 1))
-    more = owner.arrive(Request("more", 10), 1, (1, 2))
-    assert isinstance(more.refused, Full)
-    owner.end(first)
-    assert owner.running == [large]
-    last = owner.arrive(Request("last", 5_000), 1, (1, 3))  # the refused one leaves no gap
-    owner.end(large)
-    assert owner.running == [last]
 
 
 def test_abandoned_calls_make_room_for_others() -> None:

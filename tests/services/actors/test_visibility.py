@@ -65,23 +65,7 @@ def test_numbers_have_the_actors_by_class(caller: Mesh, busy: Any) -> None:
     assert take_stats(caller.agent(0)).actors == {}
 
 
-def test_top_shows_a_table_of_actors(caller: Mesh, busy: Any) -> None:
-    from rich.console import Console
-
-    from zrpc.cli.top_tables import worker_screen
-
-    snapshot = take_snapshot(caller.agent(1), 0)
-    view = MeshView({snapshot.member: Snapshot.parse(snapshot.dump())})
-    worker = mesh_rates([], view)[0]
-    out = io.StringIO()
-    console = Console(file=out, width=120)
-    console.print(worker_screen(worker, 10, console))
-    [row] = [line for line in out.getvalue().splitlines() if "Replay.sample" in line]
-    assert row.split("│")[1].strip() == "Replay" if "│" in row else row.split()[0] == "Replay"
-    assert "Busiest actors" in out.getvalue()
-
-
-def test_the_screen_of_a_worker_reads_well_at_80_columns(caller: Mesh, busy: Any) -> None:
+def test_top_shows_a_table_of_actors_that_reads_well_at_80_columns(caller: Mesh, busy: Any) -> None:
     from rich.console import Console
 
     from zrpc.cli.top_tables import worker_screen
@@ -91,9 +75,13 @@ def test_the_screen_of_a_worker_reads_well_at_80_columns(caller: Mesh, busy: Any
     out = io.StringIO()
     console = Console(file=out, width=80)
     console.print(worker_screen(mesh_rates([], view)[0], 10, console))
-    assert "…" not in out.getvalue()
-    assert max(map(len, out.getvalue().splitlines())) <= 80
-    assert "bytes in/s" in out.getvalue()
+    text = out.getvalue()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "bytes in/s" in text
+    assert "Busiest actors" in text
+    [row] = [line for line in text.splitlines() if "Replay.sample" in line]
+    assert row.split("│")[1].strip() == "Replay" if "│" in row else row.split()[0] == "Replay"
 
 
 def test_a_time_out_says_behind_what_the_call_waits(caller: Mesh, busy: Any) -> None:
@@ -112,16 +100,13 @@ def test_the_warning_about_long_waits_names_the_waiting_method(
     until(lambda: any("Replay.add at worker1" in record.message for record in caplog.records))
 
 
-def test_calls_are_counted_by_class_and_method(caller: Mesh) -> None:
-    replay = zrpc.remote(1, Replay)
-    for n in range(3):
-        replay.rpc_sync().add(n)
+def test_calls_are_counted_and_traced_by_class_and_method(caller: Mesh, tmp_path: Path) -> None:
+    replay, file = zrpc.remote(1, Replay), tmp_path / "trace.json"
+    zrpc.remote(1, Replay, name="named").ready()
+    with zrpc.trace(file):
+        for n in range(3):
+            replay.rpc_sync().add(n)
+    assert "Replay.add" in file.read_text()
+    assert sorted(take_stats(caller.agent(1)).actors) == ["Replay", "Replay 'named'"]
     assert take_stats(caller.agent(0)).calls["Replay.add"].number == 3
     assert take_stats(caller.agent(1)).handlers["Replay.add"].number == 3
-
-
-def test_a_trace_has_the_class_and_the_method(caller: Mesh, tmp_path: Path) -> None:
-    file = tmp_path / "trace.json"
-    with zrpc.trace(file):
-        zrpc.remote(1, Replay).rpc_sync().add(1)
-    assert "Replay.add" in file.read_text()

@@ -86,13 +86,8 @@ class Network:
         self._pump(worker)
 
     def hand_on(self, handle: Handle, to: int, cancelled: bool = False) -> None:
-        worker, rref_id, fork_id, owner = (
-            handle.worker,
-            handle.rref_id,
-            handle.fork_id,
-            handle.owner,
-        )
-        fork = Fork(rref_id, self._new_id(worker), owner, fork_id or NO_FORK)
+        worker, rref_id = handle.worker, handle.rref_id
+        fork = Fork(rref_id, self._new_id(worker), handle.owner, handle.fork_id or NO_FORK)
         self.machines[worker].fork(fork, to)
         if cancelled:
             self.machines[worker].cancel_fork(fork)

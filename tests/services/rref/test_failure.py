@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.services.shm.sharing import drop, keep, kept
+from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
 from zrpc.services.rref.service import RRefService
@@ -14,28 +16,21 @@ from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
 
-# The functions below run in the workers' processes, to which they go by value: each time with
-# globals of their own. So what is to last is kept in a module that they import.
+# The functions below run in the workers' processes.
 
 
-def keep(name: Any, value: Any) -> None:
-    import zrpc.testing.spec as anywhere
-
-    if not hasattr(anywhere, "kept"):
-        anywhere.kept = {}
-    anywhere.kept[name] = value
-
-
-def kept(name: Any) -> Any:
-    import zrpc.testing.spec as anywhere
-
-    return anywhere.kept[name]
-
-
-def make_and_keep(name: Any, to: Any) -> None:
+def make_and_keep(to: str) -> None:
     rref = zrpc.remote(to, list, args=((1, 2),))
     assert rref.to_here() == [1, 2]
-    keep(name, rref)
+    keep("rref", rref)
+
+
+def give_to(to: str) -> None:
+    zrpc.rpc_sync(to, keep, args=("rref", kept()["rref"]))
+
+
+def fetch() -> Any:
+    return kept()["rref"].to_here()
 
 
 def sleep_long() -> None:
@@ -44,16 +39,14 @@ def sleep_long() -> None:
     threading.Event().wait(60)
 
 
-def start_to_wait(name: Any, to: Any) -> None:
-    """Calls that are under way when their worker dies."""
-    rref = zrpc.remote(to, list)
-    rref.to_here()
-    unmade = zrpc.remote(to, sleep_long)
-    keep(name, [rref, unmade, zrpc.rpc_async(to, sleep_long)])
+def start_to_wait(to: str) -> None:
+    """Calls that are in flight when their worker dies."""
+    make_and_keep(to)
+    keep("waits", [zrpc.remote(to, sleep_long), zrpc.rpc_async(to, sleep_long)])
 
 
-def types_of_errors(name: Any) -> Any:
-    rref, unmade, future = kept(name)
+def errors(to: str) -> list[tuple[str, str]]:
+    rref, (unmade, future) = kept()["rref"], kept()["waits"]
     uses = [
         future.wait,
         rref.to_here,
@@ -61,16 +54,22 @@ def types_of_errors(name: Any) -> Any:
         lambda: rref.rpc_sync().append(1),
         lambda: rref.rpc_async().append(1).wait(),
         lambda: rref.remote().copy().to_here(),
+        lambda: zrpc.rpc_sync(to, echo, args=(rref,)),
+        lambda: zrpc.remote(to, echo, args=(rref,)).to_here(),
     ]
-    return [type_of_error(use) for use in uses]
+    return [error_of(use) for use in uses]
 
 
-def type_of_error(use: Any) -> Any:
+def error_of(use: Any) -> tuple[str, str]:
     try:
         use()
     except Exception as error:
-        return type(error).__name__
-    return "no error"
+        return type(error).__name__, str(error)
+    return "no error", ""
+
+
+def fetch_unmade(to: str) -> Any:
+    return zrpc.remote(to, sleep_long).to_here()
 
 
 def entries() -> Any:
@@ -79,121 +78,59 @@ def entries() -> Any:
         return sum(layer.references.sizes()), len(layer.values), layer.references.idle
 
 
-def until_entries(expected: Any) -> None:
+def until_entries(*expected: Any) -> None:
     until(lambda: entries() == expected, lambda: f"{expected}, found {entries()}", collect=True)
 
 
 def until_lost(rank: Any) -> None:
-
     until(lambda: rank in current_agent().membership.lost, "the loss is not noticed")
 
 
-def hold(rref: Any) -> None:
-    keep("held", rref)
-
-
-def identity(value: Any) -> Any:
-    return value
-
-
 def test_the_rrefs_of_a_dead_owner_fail_at_once(mesh: Mesh) -> None:
-    mesh.run(0, start_to_wait, "waits", "worker1")
-    mesh.kill(1)
-    # The future tells that the worker is gone; then everything else fails without a wait.
-    assert mesh.run(0, types_of_errors, "waits") == ["WorkerDied", *["OwnerDied"] * 5]
-
-
-def fetch(name: Any) -> Any:
-    return kept(name).to_here()
-
-
-def fetch_unmade(to: Any) -> Any:
-    rref = zrpc.remote(to, sleep_long)
-    keep("asked", True)
-    return rref.to_here()
-
-
-def test_a_fetch_in_flight_fails_when_the_owner_dies(mesh: Mesh) -> None:
+    mesh.run(0, start_to_wait, "worker1")
     waiting = mesh.submit(0, fetch_unmade, "worker1")
-    # The call arrives at worker1 before what is asked of it afterwards.
+    # The calls arrive at worker1 before what is asked of it afterwards.
     mesh.run(2, zrpc.rpc_sync, "worker1", max, args=(1, 2))
     mesh.kill(1)
     with pytest.raises(zrpc.WorkerDied, match="worker1"):
         waiting.result()
+    # The future reports that the worker is gone; then everything else fails without a wait.
+    found = mesh.run(0, errors, "worker1")
+    assert [kind for kind, _ in found][:6] == ["WorkerDied", *["OwnerDied"] * 5]
+    assert {kind for kind, _ in found[6:]} <= {"WorkerDied", "OwnerDied"}
+    assert "worker1" in found[1][1]
+    assert "is gone" in found[1][1]
+    mesh.run(0, drop, "rref", "waits")
+    mesh.run(0, until_entries, 0, 0, True)
 
 
-def message_of_owner_died() -> Any:
-    try:
-        kept("rref").to_here()
-    except zrpc.OwnerDied as error:
-        return str(error)
-    return "no error"
-
-
-def test_the_error_names_the_lost_worker(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "rref", "worker1")
-    mesh.kill(1)
-    mesh.run(0, until_lost, 1)
-    text = mesh.run(0, message_of_owner_died)
-    assert "worker1" in text
-    assert "is gone" in text
-
-
-def give_to(to: Any, rref_name: Any) -> None:
-    zrpc.rpc_sync(to, hold, args=(kept(rref_name),))
-
-
-def forget(name: Any) -> None:
-    import zrpc.testing.spec as anywhere
-
-    del anywhere.kept[name]
-
-
-def test_the_forks_of_a_dead_user_are_dropped(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "rref", "worker2")
-    mesh.run(0, give_to, "worker1", "rref")
-    mesh.run(0, forget, "rref")
-    mesh.run(0, until_entries, (0, 0, True))
-    mesh.run(2, until_entries, (1, 1, True))  # worker1 has it
-    mesh.kill(1)
-    mesh.run(2, until_entries, (0, 0, True))
-
-
-def test_the_forks_of_the_living_are_kept(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "rref", "worker2")
-    mesh.run(0, give_to, "worker1", "rref")
+def test_the_forks_of_a_dead_user_are_dropped_and_those_of_the_living_are_kept(mesh: Mesh) -> None:
+    mesh.run(0, make_and_keep, "worker2")
+    mesh.run(0, give_to, "worker1")
     mesh.kill(1)
     mesh.run(2, until_lost, 1)
-    assert mesh.run(0, fetch, "rref") == [1, 2]
-    mesh.run(0, forget, "rref")
-    mesh.run(2, until_entries, (0, 0, True))
-
-
-def call_the_dead(to: Any, name: Any) -> None:
-    for call in (zrpc.rpc_sync, zrpc.remote):
-        try:
-            result = call(to, identity, args=(kept(name),))
-            if call is zrpc.remote:
-                result.to_here()
-        except zrpc.WorkerDied:
-            continue
-        raise AssertionError("the dead have answered")
-
-
-def test_an_rref_that_was_sent_to_the_dead_is_freed(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "rref", "worker2")
-    mesh.kill(1)
+    assert mesh.run(0, fetch) == [1, 2]
     mesh.run(0, until_lost, 1)
-    mesh.run(0, call_the_dead, "worker1", "rref")
-    mesh.run(0, forget, "rref")
-    mesh.run(0, until_entries, (0, 0, True))
-    mesh.run(2, until_entries, (0, 0, True))
+    assert mesh.run(0, error_of, lambda: give_to("worker1"))[0] == "WorkerDied"
+    mesh.run(0, drop, "rref")
+    for rank in (0, 2):
+        mesh.run(rank, until_entries, 0, 0, True)
+
+
+def test_the_forks_of_a_dead_user_are_dropped_though_it_was_the_last(mesh: Mesh) -> None:
+    mesh.run(0, make_and_keep, "worker2")
+    mesh.run(0, give_to, "worker1")
+    mesh.run(0, drop, "rref")
+    mesh.run(0, until_entries, 0, 0, True)
+    mesh.run(2, until_entries, 1, 1, True)  # worker1 has it
+    mesh.kill(1)
+    mesh.run(2, until_entries, 0, 0, True)
 
 
 def test_the_living_shut_down_gracefully_after_a_death(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "rref", "worker1")
-    mesh.run(2, make_and_keep, "rref", "worker1")
-    mesh.run(0, give_to, "worker2", "rref")
+    mesh.run(0, make_and_keep, "worker1")
+    mesh.run(2, make_and_keep, "worker1")
+    mesh.run(0, give_to, "worker2")
     mesh.kill(1)
     mesh.run(0, until_lost, 1)
     for future in [mesh.submit(rank, zrpc.shutdown) for rank in (0, 2)]:

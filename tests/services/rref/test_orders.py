@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,10 +11,10 @@ import torch
 
 import zrpc
 from tests.services.rref.tracked import (
-    SOON,
     Value,
     assert_empty,
     assert_kept,
+    io_thread_held,
     is_freed,
     rest,
 )
@@ -51,18 +49,6 @@ class Held:
         self._network.send = self._send  # type: ignore[method-assign]
         for message in self._kept:
             self._send(*message)
-
-
-@contextlib.contextmanager
-def io_thread_held(mesh: Mesh, rank: int) -> Iterator[None]:
-    """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
-    held, go = threading.Event(), threading.Event()
-    mesh.agent(rank).receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
-    assert held.wait(SOON)
-    try:
-        yield
-    finally:
-        go.set()
 
 
 # -- the value whose method makes another one ------------------------------------------------
@@ -144,51 +130,35 @@ def lack_descriptors(*_: Any) -> None:
 
 
 @pytest.mark.zrpc(workers=3)
-@pytest.mark.parametrize("handed_on", [False, True])
-def test_a_call_that_its_owner_can_not_read(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, handed_on: bool
-) -> None:
-    """It has no descriptor left for the shared memory in which the arguments are."""
-    large = torch.ones(1 << 18)
-    with mesh.agent(0).as_current():
-        zrpc.rpc_sync("worker1", torch.sum, args=(large,))
-        service = mesh.agent(1).service(SharedMemoryService)
-        with monkeypatch.context() as patched:
-            patched.setattr(service.loans, "borrow", lack_descriptors)
-            rref = zrpc.remote("worker1", torch.sum, args=(large,))
-            if handed_on:
-                zrpc.rpc_sync("worker2", type, args=(rref,))
-            until(lambda: not len(mesh.agent(0).caller.calls), "the call is answered")
-        with pytest.raises(OSError, match="Too many open files"):
-            rref.to_here(timeout=20)
-        del rref
-        rest(mesh)
-    assert_empty(mesh)
-
-
-@pytest.mark.zrpc(workers=3)
 @pytest.mark.parametrize("asked", ["before", "after"])
 def test_others_learn_that_a_value_is_never_made(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, asked: str
+    caller: Mesh, monkeypatch: pytest.MonkeyPatch, asked: str
 ) -> None:
-    """They ask the owner before it knows that itself, or after."""
-    monkeypatch.setattr(mesh.agent(1).callee, "on_call", lack_descriptors)
-    with mesh.agent(0).as_current():
-        told = Held(mesh, 0, Kind.REFERENCE)
-        rref = zrpc.remote("worker1", dict)
+    """They ask the owner before it knows that itself, or after.
+
+    It has no descriptor left for the shared memory in which the arguments are.
+    """
+    large = torch.ones(1 << 18)
+    zrpc.rpc_sync("worker1", torch.sum, args=(large,))
+    told = Held(caller, 0, Kind.REFERENCE)
+    with monkeypatch.context() as patched:
+        loans = caller.agent(1).service(SharedMemoryService).loans
+        patched.setattr(loans, "borrow", lack_descriptors)
+        rref = zrpc.remote("worker1", torch.sum, args=(large,))
         until(lambda: len(told), "the creator knows it")
-        monkeypatch.undo()
-        if asked == "after":
-            told.arrive()
-        other = zrpc.rpc_async("worker2", zrpc.RRef.to_here, args=(rref, 5))
-        if asked == "before":
-            until(lambda: mesh.agent(1).callee.requests.all(), "the owner is asked")
-            told.arrive()
-        with pytest.raises(zrpc.RpcError, match="never made"):
-            other.wait()
+    if asked == "after":
+        told.arrive()
+    other = zrpc.rpc_async("worker2", zrpc.RRef.to_here, args=(rref, 5))
+    if asked == "before":
+        until(lambda: caller.agent(1).callee.requests.all(), "the owner is asked")
+        told.arrive()
+    with pytest.raises(zrpc.RpcError, match="never made"):
+        other.wait()
+    with pytest.raises(OSError, match="Too many open files"):
+        rref.to_here(timeout=20)
     del rref, other
-    rest(mesh)
-    assert_empty(mesh)
+    rest(caller)
+    assert_empty(caller)
 
 
 @pytest.mark.system

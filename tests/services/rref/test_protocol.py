@@ -26,45 +26,17 @@ from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.records import Serials
 
-thorough = settings(max_examples=250)
-SIZES = st.integers(3, 5)
-SEEDS = st.integers(0, 2**16)
-
 # -- the properties ------------------------------------------------------------------------
 
 
 @pytest.mark.system
-@thorough
-@given(size=SIZES, schedule=schedules(ORDINARY), seed=SEEDS)
-def test_values_live_as_long_as_references_whatever_the_order(
-    size: Any, schedule: Any, seed: Any
+@pytest.mark.parametrize("steps", [ORDINARY, WITH_LOSSES, WITH_PARTITIONS, WITH_BREAKS])
+@settings(max_examples=250)
+@given(data=st.data(), size=st.integers(3, 5), seed=st.integers(0, 2**16))
+def test_values_live_as_long_as_references_and_nothing_is_kept(
+    steps: Any, data: Any, size: Any, seed: Any
 ) -> None:
-    run(size, schedule, seed)
-
-
-@pytest.mark.system
-@thorough
-@given(size=SIZES, schedule=schedules(WITH_LOSSES), seed=SEEDS)
-def test_nothing_is_kept_for_the_dead_and_nothing_taken_from_the_living(
-    size: Any, schedule: Any, seed: Any
-) -> None:
-    run(size, schedule, seed)
-
-
-@pytest.mark.system
-@thorough
-@given(size=SIZES, schedule=schedules(WITH_PARTITIONS), seed=SEEDS)
-def test_nothing_is_kept_when_workers_that_live_lose_each_other(
-    size: Any, schedule: Any, seed: Any
-) -> None:
-    run(size, schedule, seed)
-
-
-@pytest.mark.system
-@thorough
-@given(size=SIZES, schedule=schedules(WITH_BREAKS), seed=SEEDS)
-def test_nothing_is_kept_when_connections_break(size: Any, schedule: Any, seed: Any) -> None:
-    run(size, schedule, seed)
+    run(size, data.draw(schedules(steps)), seed)
 
 
 def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> None:
@@ -100,26 +72,26 @@ def test_a_fork_arrives_when_its_owner_is_known_to_be_gone() -> None:
     finish(network)
 
 
-@pytest.mark.parametrize("gone", [1, 2])
-def test_a_fork_is_handed_on_when_its_owner_or_receiver_is_known_to_be_gone(gone: int) -> None:
-    network = Network(3)
-    network.create(0, 1)
-    network.kill(gone)
-    network.notice(0, gone)
-    network.hand_on(network.handles[0], 2)
-    assert network.machines[0].idle
-    finish(network)
+def test_a_fork_is_handed_on_when_its_owner_or_receiver_is_known_to_be_gone() -> None:
+    for gone in (1, 2):
+        network = Network(3)
+        network.create(0, 1)
+        network.kill(gone)
+        network.notice(0, gone)
+        network.hand_on(network.handles[0], 2)
+        assert network.machines[0].idle
+        finish(network)
 
 
-@pytest.mark.parametrize("noticed_first", [True, False])
-def test_a_message_to_the_dead_is_taken_back_at_the_owner(noticed_first: bool) -> None:
-    network = Network(2)
-    network.create(0, 0)
-    network.kill(1)
-    if noticed_first:
-        network.notice(0, 1)
-    network.hand_on(network.handles[0], 1, cancelled=True)
-    finish(network)
+def test_a_message_to_the_dead_is_taken_back_at_the_owner() -> None:
+    for noticed_first in (True, False):
+        network = Network(2)
+        network.create(0, 0)
+        network.kill(1)
+        if noticed_first:
+            network.notice(0, 1)
+        network.hand_on(network.handles[0], 1, cancelled=True)
+        finish(network)
 
 
 def test_a_late_word_from_the_dead_keeps_nothing() -> None:
@@ -138,34 +110,6 @@ def test_a_late_word_from_the_dead_keeps_nothing() -> None:
     network.deliver(delete)
     network.deliver(add)
     finish(network)
-
-
-def test_an_end_that_comes_before_its_beginning() -> None:
-    owner = References(0)
-    rref_id, fork_id = GloballyUniqueId(1, 0), GloballyUniqueId(1, 1)
-    owner.handle(1, ReferenceMessage(Verb.DELETE, 0, rref_id, fork_id))
-    owner.look()
-    assert owner.freed == []
-    assert sum(owner.sizes()) == 1
-    owner.add(rref_id, fork_id, 1)
-    owner.look()
-    assert owner.freed == [rref_id]
-    assert sum(owner.sizes()) == 0
-
-
-def test_a_child_that_is_heard_of_before_its_parent() -> None:
-    owner = References(0)
-    rref_id, parent, child = (GloballyUniqueId(1, number) for number in range(3))
-    owner.handle(2, ReferenceMessage(Verb.ADD, 0, rref_id, child, parent))
-    owner.handle(2, ReferenceMessage(Verb.DELETE, 1, rref_id, child))
-    owner.look()
-    assert owner.freed == []  # the parent lives: its beginning is under way
-    owner.add(rref_id, parent, 1)
-    owner.look()
-    assert owner.freed == []
-    owner.handle(1, ReferenceMessage(Verb.DELETE, 0, rref_id, parent))
-    owner.look()
-    assert owner.freed == [rref_id]
 
 
 # -- a value that is made again by another owner -------------------------------------------
@@ -260,26 +204,7 @@ def pair_with_fork() -> tuple[References, Fork]:
     return user, fork
 
 
-def test_the_last_message_is_sent_again_if_it_is_known_to_be_lost() -> None:
-    user, fork = pair_with_fork()
-    owner = References(0)
-    owner.add(fork.rref_id, fork.fork_id, 1)
-    user.drop(fork.fork_id)
-    user.look()
-    user.outgoing.clear()
-    owner.on_messages_lost(1)
-    for sender, receiver in ((owner, user), (user, owner)):
-        for _, message in sender.outgoing:
-            receiver.handle(0 if sender is owner else 1, message)
-        receiver.look()
-    assert owner.freed == [fork.rref_id]
-    owner.on_member_lost(1)
-    owner.outgoing.clear()
-    owner.on_messages_lost(1)
-    assert owner.outgoing == []
-
-
-def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
+def test_a_fork_that_comes_twice_ends_with_its_last_handle_and_after_that_is_none() -> None:
     user, fork = pair_with_fork()
     user.receive(fork, 0)
     user.drop(fork.fork_id)
@@ -288,7 +213,18 @@ def test_a_fork_that_comes_twice_ends_with_its_last_handle() -> None:
     user.drop(fork.fork_id)
     user.look()
     assert [(to, message.verb) for to, message in user.outgoing] == [(0, Verb.DELETE)]
+    user.receive(fork, 0)
+    user.drop(fork.fork_id)
+    assert len(user.outgoing) == 1
     assert sum(user.sizes()) == 0
+    # It is forgotten after many others.
+    for number in range(300):
+        other = fork._replace(fork_id=GloballyUniqueId(0, 3 + number))
+        user.receive(other, 0)
+        user.drop(other.fork_id)
+        user.look()
+    user.receive(fork, 0)
+    assert sum(user.sizes()) == 1
 
 
 def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
@@ -306,25 +242,6 @@ def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
     assert not user.idle
     user.on_member_lost(3)
     assert user.idle
-
-
-def test_a_fork_that_comes_again_after_its_end_is_none() -> None:
-    user, fork = pair_with_fork()
-    user.drop(fork.fork_id)
-    user.look()
-    before = list(user.outgoing)
-    user.receive(fork, 0)
-    user.drop(fork.fork_id)
-    assert user.outgoing == before
-    assert sum(user.sizes()) == 0
-    # Not for ever: it is forgotten after many others.
-    for number in range(300):
-        other = Fork(GloballyUniqueId(0, 1), GloballyUniqueId(0, 3 + number), 0)
-        user.receive(other, 0)
-        user.drop(other.fork_id)
-        user.look()
-    user.receive(fork, 0)
-    assert sum(user.sizes()) == 1
 
 
 def test_what_is_known_does_not_grow_after_a_message_is_lost() -> None:
@@ -370,3 +287,117 @@ def test_256_members_share_a_reference_with_few_messages() -> None:
     assert sent[0] == 0
     assert {sent[rank] for rank in range(1, 256)} == {1}
     assert network.freed.total() == 1
+
+
+# -- forks that are lost with calls and answers --------------------------------------------
+
+GIVER, ASKED = 0, 1
+
+
+def exchange(giver: References, user: References) -> list[Verb]:
+    """Delivers what both have to say, until they say no more; returns what was said."""
+    said = []
+    while giver.outgoing or user.outgoing:
+        for machine, other, rank in ((giver, user, GIVER), (user, giver, ASKED)):
+            for _, message in machine.outgoing:
+                said.append(message.verb)
+                other.handle(rank, message)
+            machine.outgoing.clear()
+            other.look()
+    return said
+
+
+def asked_about_a_fork() -> tuple[References, References, Fork]:
+    """An owner that has handed on its only handle, and the user, to which it is in flight."""
+    giver, user = References(GIVER), References(ASKED)
+    fork = Fork(GloballyUniqueId(GIVER, 1), GloballyUniqueId(GIVER, 2), GIVER)
+    giver.fork(fork, ASKED)
+    user.on_messages_lost(GIVER)
+    assert exchange(giver, user) == [Verb.RESEND, Verb.CHECK]
+    assert user.awaited == {GIVER}
+    return giver, user, fork
+
+
+def test_a_fork_that_comes_late_lives() -> None:
+    giver, user, fork = asked_about_a_fork()
+    user.on_answered(GIVER)
+    user.receive(fork, GIVER)
+    for _ in range(5):
+        user.on_answered(GIVER)
+    assert exchange(giver, user) == []
+    assert (user.awaited, giver.freed, sum(user.sizes())) == (set(), [], 1)
+
+
+def test_a_fork_is_not_lost_before_some_answers_of_its_giver_that_lives() -> None:
+    giver, user, fork = asked_about_a_fork()
+    for member in (GIVER, GIVER, ASKED):
+        user.on_answered(member)
+        assert exchange(giver, user) == []
+    user.on_answered(GIVER)
+    assert exchange(giver, user)[0] == Verb.DELETE
+    assert giver.freed == [fork.rref_id]
+    assert (sum(giver.sizes()), sum(user.sizes()), user.awaited) == (0, 0, set())
+    _, user, _ = asked_about_a_fork()
+    user.on_member_lost(GIVER)
+    assert user.awaited == set()
+
+
+def test_a_fork_that_ended_long_before_it_is_asked_about_ends_once() -> None:
+    giver, user, fork = References(GIVER), *pair_with_fork()
+    giver.fork(fork, ASKED)
+    user.drop(fork.fork_id)
+    for number in range(100):  # which the user remembers instead
+        other = fork._replace(fork_id=GloballyUniqueId(GIVER, 10 + number))
+        giver.fork(other, ASKED)
+        user.receive(other, GIVER)
+        user.drop(other.fork_id)
+        user.look()
+    late = [message for _, message in user.outgoing]
+    assert (late[0].verb, late[0].fork_id) == (Verb.DELETE, fork.fork_id)
+    user.outgoing.clear()
+    user.on_messages_lost(GIVER)
+    exchange(giver, user)
+    for _ in range(3):
+        user.on_answered(GIVER)
+    exchange(giver, user)
+    for message in late:
+        giver.handle(ASKED, message)
+        giver.look()
+    assert giver.freed == [fork.rref_id]
+    assert sum(giver.sizes()) == 0
+
+
+# -- handlers begin when the owners know of the RRefs in their arguments -------------------
+
+
+def receiver_of(*locals_: int) -> tuple[References, list[GloballyUniqueId]]:
+    """Returns worker 2 with a fork of each of these values of worker 0, and the forks' ids."""
+    references, ids = References(2), [GloballyUniqueId(1, 100 + local) for local in locals_]
+    for local, fork_id in zip(locals_, ids, strict=True):
+        rref_id, parent = GloballyUniqueId(0, local), GloballyUniqueId(1, 200 + local)
+        references.receive(Fork(rref_id, fork_id, 0, parent), 1)
+    return references, ids
+
+
+def test_a_handler_begins_when_the_last_fork_is_listed() -> None:
+    references, ids = receiver_of(1, 2)
+    references.begin_when_listed(ids, begin := object(), deadline=5)
+    for serial, fork_id in enumerate(ids):
+        assert references.ready == []
+        message = ReferenceMessage(Verb.ADDED, serial, GloballyUniqueId(0, 1), fork_id)
+        references.handle(0, message)
+    assert references.ready == [begin]
+    references.begin_when_listed([], also := object(), deadline=5)
+    assert references.ready == [begin, also]
+
+
+def test_a_handler_begins_once_if_the_owner_is_lost_or_the_deadline_has_passed() -> None:
+    for event in (lambda r: r.on_member_lost(0), lambda r: r.expire(5.0)):
+        references, ids = receiver_of(1)
+        references.begin_when_listed(ids, begin := object(), deadline=5)
+        references.expire(4.9)
+        assert references.ready == []
+        for _ in range(2):
+            event(references)
+        references.on_member_lost(0)
+        assert references.ready == [begin]

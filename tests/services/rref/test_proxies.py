@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import re
@@ -13,11 +12,7 @@ import pytest
 import torch
 
 import zrpc
-from tests.services.rref.tracked import (
-    SOON,
-    Value,
-    is_freed,
-)
+from tests.services.rref.tracked import SOON, Value, has_timed_out, is_freed
 from tests.support.identity import event
 from tests.support.waiting import until
 from zrpc.testing import Mesh
@@ -54,213 +49,6 @@ class Counter:
     def __len__(self) -> Any:
         return 3
 
-    @staticmethod
-    def static(number: Any) -> Any:
-        return number * 2
-
-    @classmethod
-    def of_class(cls) -> Any:
-        return cls.__name__
-
-    @zrpc.functions.async_execution
-    def later(self, to: Any, number: Any) -> Any:
-        return zrpc.rpc_async(to, torch.add, args=(torch.ones(1), number)).then(
-            lambda future: future.wait() + self.count
-        )
-
-    @staticmethod
-    @zrpc.functions.async_execution
-    def static_later(to: Any, number: Any) -> Any:
-        return zrpc.rpc_async(to, max, args=(number, 3))
-
-    @classmethod
-    @zrpc.functions.async_execution
-    def class_later(cls, to: Any, number: Any) -> Any:
-        return zrpc.rpc_async(to, max, args=(number, 4))
-
-    @zrpc.functions.async_execution
-    def forgets_its_future(self) -> Any:
-        return 5
-
-    async def soon(self, to: Any, number: Any) -> Any:
-        await asyncio.sleep(0)
-        return await zrpc.rpc_async(to, max, args=(number, self.count))
-
-    def of_name(self, name: Any) -> Any:
-        return getattr(self, name)
-
-
-def by_sync(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-    return getattr(rref.rpc_sync(), name)(*args, **kwargs)
-
-
-def by_async(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-    future = getattr(rref.rpc_async(), name)(*args, **kwargs)
-    assert isinstance(future, torch.futures.Future)
-    return future.wait()
-
-
-def by_remote(rref: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-    result = getattr(rref.remote(), name)(*args, **kwargs)
-    assert isinstance(result, zrpc.RRef)
-    assert result.owner() == rref.owner()
-    return result.to_here()
-
-
-@pytest.fixture(params=[by_sync, by_async, by_remote])
-def call(request: pytest.FixtureRequest) -> Any:
-    return request.param
-
-
-@pytest.fixture(params=["worker1", "worker0"])
-def counter(request: pytest.FixtureRequest, mesh: Mesh) -> Iterator[Any]:
-    """An RRef of worker0's to a Counter on another worker, or on itself."""
-    rref = mesh.run(0, zrpc.remote, request.param, Counter, args=(10,))
-    yield rref
-    event("go").set()
-
-
-def test_methods_run_at_the_owner(mesh: Mesh, counter: Any, call: Any) -> None:
-    assert mesh.run(0, call, counter, "where") == counter.owner_name()
-    assert mesh.run(0, call, counter, "add", 1) == 11
-    assert mesh.run(0, call, counter, "add", 2, twice=True) == 15
-    assert mesh.run(0, call, counter, "add", number=1) == 16
-
-
-def test_a_proxy_is_called_as_its_value(caller: Mesh, counter: Any) -> None:
-    assert counter.rpc_sync()(4) == 5
-    assert counter.rpc_async()(number=4).wait() == 5
-    assert counter.remote()(4).to_here() == 5
-    with pytest.raises(TypeError, match="missing 1 required positional argument"):
-        counter.rpc_sync()()
-
-
-def test_functions_and_classes_are_called_by_their_proxy(caller: Mesh) -> None:
-    for value, argument, result in ((len, "abc", 3), (Counter, 7, Counter), (lambda x: -x, 2, -2)):
-        rref = zrpc.remote("worker1", itself, args=(value,))
-        found = rref.rpc_sync()(argument)
-        assert found == result or type(found) is result
-
-
-def itself(value: Any) -> Any:
-    return value
-
-
-def test_a_value_that_can_not_be_called_is_a_type_error(caller: Mesh) -> None:
-    rref = zrpc.remote("worker1", int, args=(3,))
-    for call in (
-        lambda: rref.rpc_sync()(1),
-        lambda: rref.rpc_async()(1).wait(),
-        lambda: rref.remote()(1),
-    ):
-        with pytest.raises(TypeError, match="'int' object is not callable"):
-            call()
-
-
-def test_async_execution(mesh: Mesh, counter: Any, call: Any) -> None:
-    assert mesh.run(0, call, counter, "later", "worker0", 2).tolist() == [13]
-    assert mesh.run(0, call, counter, "static_later", "worker0", 2) == 3
-    assert mesh.run(0, call, counter, "class_later", "worker0", 2) == 4
-    with pytest.raises(
-        RuntimeError,
-        match=re.escape(
-            "Functions decorated with @rpc.async_function must return a torch.futures.Future object"
-        ),
-    ):
-        mesh.run(0, call, counter, "forgets_its_future")
-
-
-def test_async_def(mesh: Mesh, counter: Any, call: Any) -> None:
-    assert mesh.run(0, call, counter, "soon", "worker0", 20) == 20
-    assert mesh.run(0, call, counter, "soon", "worker0", 2) == 10
-
-
-def test_errors_have_their_own_type(mesh: Mesh, counter: Any, call: Any) -> None:
-    with pytest.raises(LookupError) as caught:
-        mesh.run(0, call, counter, "fail")
-    assert type(caught.value) is LookupError
-    assert caught.value.args == ("not here", 7)
-
-
-def test_a_missing_attribute_is_reported_at_the_call(caller: Mesh, counter: Any) -> None:
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        counter.rpc_sync().nothing_like_it()
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        counter.remote().nothing_like_it()
-    future = counter.rpc_async().nothing_like_it()
-    with pytest.raises(AttributeError, match="nothing_like_it"):
-        future.wait()
-
-
-def test_an_attribute_that_is_no_function(mesh: Mesh, counter: Any, call: Any) -> None:
-    with pytest.raises(TypeError, match="'int' object is not callable"):
-        mesh.run(0, call, counter, "attribute")
-
-
-@pytest.mark.parametrize("by", ["rpc_sync", "rpc_async"])
-def test_a_proxy_has_a_timeout(mesh: Mesh, counter: Any, by: str) -> None:
-    def wait() -> None:
-        result = getattr(counter, by)(timeout=0.05).wait_for("go")
-        result.wait()
-
-    def at_user() -> None:
-        with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
-            wait()
-        event("go").set()
-        assert counter.rpc_sync(0.0).wait_for("go") == "go"
-        assert counter.rpc_sync(timeout=SOON).wait_for("go") == "go"
-
-    mesh.run(0, at_user)
-
-
-def test_a_remote_proxy_has_a_timeout(caller: Mesh) -> None:
-    counter = zrpc.remote("worker1", Counter)
-    event("before").set()
-    counter.remote().wait_for("before").to_here()  # its name is known from now on
-    result = counter.remote(timeout=0.05).wait_for("go")
-    until(lambda: has_timed_out(result), "the call has timed out")
-    event("go").set()
-
-
-def has_timed_out(rref: Any) -> Any:
-    try:
-        rref.to_here(timeout=0.01)
-    except zrpc.RpcTimeoutError as error:
-        return "RRef creation via rpc.remote() timed out" in str(error)
-    return False
-
-
-def test_calls_wait_for_a_value_that_is_still_being_made(caller: Mesh) -> None:
-    rref = zrpc.remote("worker1", make_when, args=("go",))
-    futures = [rref.rpc_async().add(1) for _ in range(3)]
-    derived = rref.remote(timeout=0)
-    assert not any(future.done() for future in futures)
-    event("go").set()
-    assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3]
-    assert derived.add(1).to_here() == 4
-
-
-def make_when(name: Any) -> Any:
-    assert event(name).wait(SOON)
-    return Counter()
-
-
-def test_rrefs_of_results_live_on_their_own(mesh: Mesh) -> None:
-    def at_user() -> Any:
-        value = zrpc.remote("worker1", Value, args=("first",))
-        other = value.remote().make("second")
-        del value
-        assert other.rpc_sync().get_key() == "second"
-        return other
-
-    other = mesh.run(0, at_user)
-    assert is_freed("first")
-    assert mesh.run(0, by_sync, other, "get_key") == "second"
-    del other
-    assert is_freed("second")
-
-
-# -- proxies as values ---------------------------------------------------------------------------
 
 WAYS = ["rpc_sync", "rpc_async", "remote"]
 
@@ -272,32 +60,120 @@ def value_of(result: Any) -> Any:
     return result.to_here() if isinstance(result, zrpc.RRef) else result
 
 
+@pytest.fixture(params=["worker1", "worker0"])
+def counter(request: pytest.FixtureRequest, caller: Mesh) -> Iterator[Any]:
+    """An RRef of worker0's to a Counter on another worker, or on itself."""
+    yield zrpc.remote(request.param, Counter, args=(10,))
+    event("go").set()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_methods_of_all_kinds_run_at_the_owner(counter: Any, way: str) -> None:
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        return value_of(getattr(getattr(counter, way)(), name)(*args, **kwargs))
+
+    assert call("where") == counter.owner_name()
+    assert [call("add", 1), call("add", 2, twice=True), call("add", number=1)] == [11, 15, 16]
+    result = getattr(counter, way)()(number=4)  # of the value itself
+    assert value_of(result) == 5
+    assert way != "remote" or result.owner() == counter.owner()
+    with pytest.raises(LookupError) as caught:
+        call("fail")
+    assert type(caught.value) is LookupError
+    assert caught.value.args == ("not here", 7)
+    with pytest.raises(TypeError, match="'int' object is not callable"):
+        call("attribute")
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        call("__call__")
+
+
+def test_functions_and_classes_are_called_by_their_proxy(caller: Mesh) -> None:
+    for value, argument, result in ((len, "abc", 3), (Counter, 7, Counter), (lambda x: -x, 2, -2)):
+        rref = zrpc.remote("worker1", lambda value: value, args=(value,))
+        found = rref.rpc_sync()(argument)
+        assert found == result or type(found) is result
+
+
+def test_what_a_value_has_not_is_reported_at_the_call(caller: Mesh) -> None:
+    number = zrpc.remote("worker1", int, args=(3,))
+    for call in (
+        lambda: number.rpc_sync()(1),
+        lambda: number.rpc_async()(1).wait(),
+        lambda: number.remote()(1),
+    ):
+        with pytest.raises(TypeError, match="'int' object is not callable"):
+            call()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        number.rpc_sync().nothing_like_it()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        number.remote().nothing_like_it()
+    future = number.rpc_async().nothing_like_it()
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        future.wait()
+
+
+def test_a_proxy_has_a_timeout(counter: Any) -> None:
+    with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+        counter.rpc_sync(timeout=0.05).wait_for("go")
+    with pytest.raises(zrpc.RpcTimeoutError, match=re.escape("timeout (50 ms)")):
+        counter.rpc_async(timeout=0.05).wait_for("go").wait()
+    event("before").set()
+    counter.remote().wait_for("before").to_here()  # its name is known from now on
+    late = counter.remote(timeout=0.05).wait_for("go")
+    until(lambda: has_timed_out(late))
+    event("go").set()
+    assert counter.rpc_sync(0.0).wait_for("go") == "go"
+    assert counter.rpc_sync(timeout=SOON).wait_for("go") == "go"
+
+
+def test_calls_wait_for_a_value_that_is_still_being_made(caller: Mesh) -> None:
+    def make() -> Any:
+        assert event("go").wait(SOON)
+        return Counter()
+
+    rref = zrpc.remote("worker1", make)
+    futures = [rref.rpc_async().add(1) for _ in range(3)]
+    derived = rref.remote(timeout=0)
+    assert not any(future.done() for future in futures)
+    event("go").set()
+    assert sorted(torch.futures.wait_all(futures)) == [1, 2, 3]
+    assert derived.add(1).to_here() == 4
+
+
+def test_rrefs_of_results_live_on_their_own(caller: Mesh) -> None:
+    value = zrpc.remote("worker1", Value, args=("first",))
+    other = value.remote().make("second")
+    del value
+    assert other.rpc_sync().get_key() == "second"
+    assert is_freed("first")
+    assert other.rpc_sync().get_key() == "second"
+    del other
+    assert is_freed("second")
+
+
+# -- proxies as values ---------------------------------------------------------------------------
+
+
 def add_by(proxy: Any, number: int) -> Any:
     return value_of(proxy.add(number)), zrpc.get_worker_info().name
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda p: copy.deepcopy([p])[0]])
-def test_a_copy_of_a_proxy_calls_the_same_value(counter: Any, way: str, copied: Any) -> None:
-    proxy = getattr(counter, way)()
-    assert value_of(copied(proxy).add(2)) == 12
-    assert value_of(proxy.add(2)) == 14
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_a_proxy_that_is_sent_calls_the_same_value(
-    mesh: Mesh, counter: Any, way: str, to: str
-) -> None:
-    proxy = getattr(counter, way)(timeout=20)
-    assert mesh.run(0, zrpc.rpc_sync, to, add_by, args=(proxy, 3)) == (13, to)
-    assert mesh.run(0, zrpc.rpc_sync, to, lambda: value_of(proxy.add(4))) == 17
+def test_a_proxy_that_is_copied_or_sent_calls_the_same_value(counter: Any) -> None:
+    count = 10
+    for way in WAYS:
+        proxy = getattr(counter, way)(timeout=20)
+        for copied in (copy.copy(proxy), copy.deepcopy([proxy])[0]):
+            assert value_of(copied.add(1)) == (count := count + 1)
+        for to in ("worker0", "worker1"):
+            assert zrpc.rpc_sync(to, add_by, args=(proxy, 3)) == (count := count + 3, to)
+            found = zrpc.rpc_sync(to, lambda proxy=proxy: value_of(proxy.add(4)))
+            assert found == (count := count + 4)
 
 
 def test_a_proxy_has_special_methods_of_operators_and_none_that_libraries_ask_for(
-    counter: Any,
+    caller: Mesh,
 ) -> None:
-    proxy = counter.rpc_sync()
+    proxy: Any = zrpc.remote("worker1", Counter).rpc_sync()
     assert proxy.__getitem__(4) == "item 4"
     assert proxy.__len__() == 3
     names = ["__array__", "__torch_function__", "__wrapped__", "__code__", "__setstate__"]

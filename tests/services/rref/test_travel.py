@@ -36,25 +36,25 @@ def owner_and_key(rref: Any) -> Any:
 WORKERS = ["worker0", "worker1", "worker2"]
 
 
+def send(owner: str, to: str, key: str) -> Any:
+    return zrpc.rpc_sync(to, owner_and_key, args=(zrpc.remote(owner, Value, args=(key,)),))
+
+
+def receive(owner: str, sender: str, key: str) -> Any:
+    return owner_and_key(zrpc.rpc_sync(sender, zrpc.remote, args=(owner, Value, (key,))))
+
+
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
-@pytest.mark.parametrize("owner", WORKERS)
-def test_from_anybody_to_anybody(mesh: Mesh, owner: str) -> None:
+def test_from_anybody_to_anybody(mesh: Mesh) -> None:
     # Among them: owner to user, user to owner, user to user, to oneself, all three one.
-    for sender, receiver in itertools.product(WORKERS, repeat=2):
-        as_argument, as_result = f"to {receiver} of {sender}", f"from {sender} to {receiver}"
-
-        def send(to: str = receiver, key: str = as_argument) -> Any:
-            rref = zrpc.remote(owner, Value, args=(key,))
-            return zrpc.rpc_sync(to, owner_and_key, args=(rref,))
-
-        def receive(sender: str = sender, key: str = as_result) -> Any:
-            return owner_and_key(zrpc.rpc_sync(sender, zrpc.remote, args=(owner, Value, (key,))))
-
-        assert mesh.run(sender, send) == (owner, receiver == owner, as_argument)
-        assert mesh.run(receiver, receive) == (owner, receiver == owner, as_result)
-        assert is_freed(as_argument)
-        assert is_freed(as_result)
+    for owner, sender, receiver in itertools.product(WORKERS, repeat=3):
+        sent, got = (f"{each} {owner} {sender} {receiver}" for each in ("sent", "got"))
+        is_owner = receiver == owner
+        assert mesh.run(sender, send, owner, receiver, sent) == (owner, is_owner, sent)
+        assert mesh.run(receiver, receive, owner, sender, got) == (owner, is_owner, got)
+        assert is_freed(sent)
+        assert is_freed(got)
     assert_empty(mesh)
 
 
@@ -85,6 +85,7 @@ WRAPPERS: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
     (lambda r: (1, {"a": [r]}), lambda w: w[1]["a"][0]),
     (lambda r: {r: 1}, lambda w: next(iter(w))),
     (lambda r: {r}, lambda w: next(iter(w))),
+    (lambda r: [r, 1, r], lambda w: w[0] if w[0] is w[2] else None),  # as any object in a pickle
     (lambda r: Node(r), lambda w: w.me.me.rref),
     (lambda r: partial(give, r), lambda w: w()),
     (lambda r: lambda: r, lambda w: w()),
@@ -110,19 +111,6 @@ def test_inside_of_anything(mesh: Mesh) -> None:
             assert is_freed(key)
             ended(key).clear()
     assert_empty(mesh)
-
-
-def test_twice_in_one_message(mesh: Mesh) -> None:
-    def at_user() -> None:
-        rref = zrpc.remote("worker1", Value, args=("twice",))
-        other = zrpc.remote("worker1", Value, args=("other",))
-        first, second, again = zrpc.rpc_sync("worker1", give, args=([rref, other, rref],))
-        assert first is again  # as any object in one pickle
-        assert (first, second) == (rref, other)
-
-    mesh.run(0, at_user)
-    assert is_freed("twice")
-    assert is_freed("other")
 
 
 class Stops:

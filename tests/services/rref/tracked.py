@@ -6,10 +6,11 @@ is seen by the test.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import zrpc
@@ -30,20 +31,12 @@ def ended(key: str) -> threading.Event:
 class Value:
     """Something at its owner. It can't be copied, so that there is only one of its key."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: Any) -> None:
         self.key = key
-        self.number = 0
         weakref.finalize(self, ended(key).set)
 
-    def get_key(self) -> str:
+    def get_key(self) -> Any:
         return self.key
-
-    def add(self, number: int) -> int:
-        self.number += number
-        return self.number
-
-    def fail(self) -> None:
-        raise KeyError(self.key)
 
     def wait_for(self, name: str) -> str:
         assert event(name).wait(SOON)
@@ -51,9 +44,6 @@ class Value:
 
     def make(self, key: str) -> Value:
         return Value(key)
-
-    def me(self) -> zrpc.RRef[Value]:
-        return zrpc.RRef(self)
 
     def __reduce__(self) -> str:
         raise TypeError("a Value stays where it is")
@@ -69,7 +59,16 @@ def entries(layer: RRefService) -> int:
         return sum(layer.references.sizes()) + len(layer.values)
 
 
-def nothing() -> None: ...
+@contextlib.contextmanager
+def io_thread_held(mesh: Mesh, worker: int | str) -> Iterator[None]:
+    """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
+    held, go = threading.Event(), threading.Event()
+    mesh.agent(worker).receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
+    assert held.wait(SOON)
+    try:
+        yield
+    finally:
+        go.set()
 
 
 def rest(mesh: Mesh, rounds: int = 3) -> None:
@@ -90,7 +89,7 @@ def rest(mesh: Mesh, rounds: int = 3) -> None:
 
 def _call_all(names: Iterable[str]) -> None:
     for name in names:
-        zrpc.rpc_sync(name, nothing)
+        zrpc.rpc_sync(name, ignore)
 
 
 def is_freed(key: str) -> bool:
@@ -115,6 +114,15 @@ def assert_empty(mesh: Mesh) -> None:
 
 def key_of(rref: Any) -> Any:
     return rref.rpc_sync().get_key()
+
+
+def has_timed_out(rref: Any) -> bool:
+    """Whether the timeout of the call that makes the value is known here."""
+    try:
+        rref.to_here(timeout=0.01)
+    except zrpc.RpcTimeoutError as error:
+        return "RRef creation via rpc.remote() timed out" in str(error)
+    return False
 
 
 def ignore(*_args: Any) -> Any:

@@ -70,6 +70,10 @@ class Rollout:
             self.worker, self.subscriber.load_into, self.model, at_least, timeout
         )
 
+    def read(self, at_least: int | None = None) -> tuple[int, float]:
+        """Loads; returns the version, and the value of its elements."""
+        return self.load(at_least), self.value
+
     @property
     def value(self) -> float:
         return value_of(self.model)

@@ -14,7 +14,6 @@ from tests.services.weights.publishing import SOON, raised_by, value_of, weights
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.nn import publish, subscribe
-from zrpc.services.weights.publications import BLOCK
 from zrpc.services.weights.service import WeightsService
 from zrpc.testing import Mesh
 
@@ -139,22 +138,3 @@ def test_workers_that_join_know_what_is_published_and_what_was(elastic: Elastic)
     successor = on(third, publish, "p", model)  # nobody else is left
     assert successor.push() == 3
     assert on(third, loaded) == (3, 3.0)
-
-
-@pytest.mark.system
-def test_the_successor_of_a_worker_that_died_is_newer_also_for_those_that_joined_later(
-    elastic: Elastic,
-) -> None:
-    first, second = elastic.join("first"), elastic.join("second")
-    published = on(first, publish, "p", weights(1, 5))
-    for _ in range(3):
-        published.push()
-    elastic.crash(first)
-    until(lambda: len(second.membership.living) == 1)
-    third = elastic.join("third")
-    until(lambda: knows(third))
-    second.shutdown()
-    until(lambda: len(third.membership.living) == 1)
-    successor = on(third, publish, "p", weights(2, 5))
-    assert successor.push() > BLOCK
-    assert on(third, loaded)[1] == 2.0

@@ -15,29 +15,6 @@ from zrpc.wire.member_id import MemberId
 A, B = PublicationId(MemberId(0), 1), PublicationId(MemberId(1), 1)
 
 
-def test_a_name_that_is_claimed_is_refused_until_its_publisher_ends() -> None:
-    lost: set[MemberId] = set()
-    table = Publications(lost.__contains__)
-    assert table.claim("p", A) == (None, 0)
-    assert table.claim("p", B) == (0, 0)
-    assert table.claim("q", B) == (None, 0)
-    table.announce("p", A, 0)
-    assert table.claim("p", B) == (0, BLOCK)
-    table.end("p", A, 7)
-    assert table.claim("p", B) == (None, 7)
-    lost.add(B.owner)
-    assert table.claim("p", A) == (None, 7)  # it was never announced
-
-
-def test_the_successor_of_a_dead_publisher_leaves_out_a_block_of_numbers() -> None:
-    lost: set[MemberId] = set()
-    table = Publications(lost.__contains__)
-    table.claim("p", A)
-    table.announce("p", A, 5)
-    lost.add(A.owner)
-    assert table.claim("p", B) == (None, 5 + BLOCK)
-
-
 def test_an_end_at_an_unknown_version_leaves_out_a_block_unless_it_is_known() -> None:
     for known, bound in ((None, BLOCK), (9, 9)):
         table = Publications(lambda _: False)

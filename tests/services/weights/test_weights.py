@@ -17,9 +17,11 @@ from tests.services.weights.publishing import (
     weights,
 )
 from tests.services.weights.test_layout import Mixed
-from tests.support.waiting import pending
+from tests.support.observed import busy
+from tests.support.waiting import pending, until
 from zrpc.nn import publish, subscribe
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90)
 
@@ -42,29 +44,27 @@ def test_a_module_is_loaded_with_its_buffers_and_tied_parameters(mesh: Mesh) -> 
     assert torch.equal(target.norm.weight.grad, torch.ones(3))
 
 
-@pytest.mark.parametrize("count", [4, 1 << 14, 1 << 17])
-def test_each_push_is_a_version_that_all_workers_load(mesh: Mesh, count: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "options"),
+    [(4, {}), (1 << 14, {}), (1 << 17, {}), (1 << 17, {"shared_memory": 0})],
+)
+def test_each_push_is_a_version_that_all_workers_load(
+    make_mesh: MakeMesh, count: int, options: dict[str, Any]
+) -> None:
+    mesh = make_mesh(workers=3, options=options)
     learner = Learner(mesh, count=count)
     rollouts = [Rollout(mesh, worker, count=count) for worker in range(3)]
     for version in (1, 2, 3, 4, 5):
         assert learner.push() == version == learner.published.version
-        assert [rollout.load() for rollout in rollouts] == [version] * 3
-        assert [rollout.value for rollout in rollouts] == [version] * 3
+        assert [rollout.read() for rollout in rollouts] == [(version, version)] * 3
         assert [rollout.subscriber.version for rollout in rollouts] == [version] * 3
-
-
-def test_a_version_does_not_change_with_the_model_that_was_pushed(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
-    learner.model["a"].zero_()
-    rollout.load()
-    assert rollout.value == 1
 
 
 def test_a_version_that_is_known_is_not_copied_again(mesh: Mesh) -> None:
     learner, rollout = Learner(mesh), Rollout(mesh, 1)
     learner.push()
-    rollout.load()
+    learner.model["a"].zero_()  # which does not change the version
+    assert rollout.read() == (1, 1)
     rollout.model["b"].fill_(9)
     assert rollout.load() == 1
     assert rollout.model["b"].tolist() == [9, 9, 9]
@@ -72,33 +72,24 @@ def test_a_version_that_is_known_is_not_copied_again(mesh: Mesh) -> None:
     assert mesh.run(1, rollout.subscriber.load_into, other) == 1  # which has not got it
     assert value_of(other) == 1
     learner.push()
-    assert rollout.load() == 2
-    assert rollout.value == 2
+    assert rollout.read() == (2, 2)
 
 
-def test_a_subscriber_may_come_first_and_late_ones_get_the_newest(mesh: Mesh) -> None:
-    early = Rollout(mesh, 1)
-    waiting = early.begin_to_load()
-    assert pending(waiting, 0.05)
+def test_subscribers_may_come_first_and_wait_for_a_version_and_late_ones_get_the_newest(
+    mesh: Mesh,
+) -> None:
+    waiting = [Rollout(mesh, 1).begin_to_load(at_least=3)]
+    assert pending(waiting[0], 0.05)
     learner = Learner(mesh)
-    assert pending(waiting, 0.05)
-    for _ in range(3):
-        learner.push()
-    assert waiting.result(SOON) >= 1
-    late = Rollout(mesh, 2)
-    assert late.load() == 3
-    assert late.value == 3
-
-
-def test_a_subscriber_waits_for_the_version_that_it_asks_for(mesh: Mesh) -> None:
-    learner = Learner(mesh)
-    waiting = [Rollout(mesh, worker).begin_to_load(at_least=3) for worker in range(3)]
+    waiting += [Rollout(mesh, worker).begin_to_load(at_least=3) for worker in (0, 2)]
     learner.push()
     learner.push()
     assert all(pending(each, 0.05) for each in waiting)
     learner.push()
     assert [each.result(SOON) for each in waiting] == [3, 3, 3]
-    assert Rollout(mesh, 1).load(at_least=2) == 3
+    late = Rollout(mesh, 2)
+    assert late.load(at_least=2) == 3
+    assert late.value == 3
 
 
 def test_a_wait_ends_at_its_time_limit(mesh: Mesh) -> None:
@@ -139,7 +130,9 @@ def test_a_second_live_publisher_is_refused(mesh: Mesh) -> None:
     assert first.push() == 1
     other = Learner(mesh, 2, "q")
     assert other.push(5) == 1
-    assert Rollout(mesh, 0).load() == 1
+    rollouts = [Rollout(mesh, 0), Rollout(mesh, 0, "q")]
+    assert [rollout.load() for rollout in rollouts] == [1, 1]
+    assert [rollout.value for rollout in rollouts] == [1, 5]
     mesh.run(1, first.published.close)
     mesh.run(1, first.published.close)
     with pytest.raises(zrpc.RpcError, match="publisher of 'p' is closed"):
@@ -276,3 +269,57 @@ def test_after_its_worker_has_shut_down_nothing_can_be_loaded_or_pushed(mesh: Me
     published.close()
     subscriber.close()
     assert subscriber.version == 0
+
+
+# -- when workers shut down or leave ---------------------------------------------------------------
+
+
+def load_later() -> int:
+    return subscribe("p").load_into(weights(), at_least=2, timeout=0)
+
+
+@pytest.mark.zrpc(workers=2, timeout=60)
+@pytest.mark.parametrize("published", [True, False])
+def test_loads_of_handlers_end_once_all_workers_have_called_shutdown(
+    mesh: Mesh, published: bool
+) -> None:
+    learner = Learner(mesh) if published else None
+    with mesh.agent(0).as_current():
+        future = zrpc.rpc_async(1, load_later, timeout=0)
+        if learner is not None:
+            until(lambda: busy(mesh, 0), "the publisher is asked")
+        ends = [mesh.submit(rank, zrpc.shutdown) for rank in (0, 1)]
+        with pytest.raises(zrpc.RpcError, match="no worker will push one: all have called"):
+            future.wait()
+    for end in ends:
+        end.result(SOON)
+
+
+@pytest.mark.zrpc(workers=3, elastic=True, timeout=60)
+def test_a_publisher_leaves_an_elastic_mesh_although_a_load_waits(mesh: Mesh) -> None:
+    learner = Learner(mesh)
+    for _ in range(5):
+        learner.push()
+    rollout = Rollout(mesh, 1)
+    assert rollout.load() == 5
+    waiting = mesh.submit(1, raised_by, rollout.subscriber.load_into, rollout.model, 6, 0)
+    until(lambda: busy(mesh, 0), "the publisher is asked")
+    mesh.submit(0, zrpc.shutdown).result(SOON)
+    assert "the publisher's worker leaves" in str(waiting.result(SOON))
+    until(lambda: len(mesh.agent(1).membership.living) == 2)
+    assert isinstance(raised_by(rollout.load, 6), zrpc.WorkerDied)
+    assert rollout.load() == 5
+    successor = Learner(mesh, 2)
+    assert rollout.load(successor.push()) > 5
+
+
+@pytest.mark.zrpc(workers=2, timeout=60)
+def test_what_waits_no_longer_is_not_kept(mesh: Mesh) -> None:
+    learner = Learner(mesh)
+    learner.push()
+    for worker in (0, 1):
+        rollout = Rollout(mesh, worker)
+        for _ in range(3):
+            with pytest.raises(zrpc.RpcTimeoutError):
+                rollout.load(at_least=9, timeout=0.01)
+    until(lambda: not busy(mesh, 0))
