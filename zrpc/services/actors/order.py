@@ -92,10 +92,6 @@ class CallOrder:
                     extensions[place] = tag, data + turn
         return state
 
-    def beside(self, what: str) -> Beside:
-        """Returns what enters a call that has no number, of the method ``what``."""
-        return Beside(self, what)
-
     def died(self, why: str) -> OwnerDied:
         """Returns the error of a call whose callee is lost."""
         return OwnerDied(f"the actor {self.label} on {self.owner.name} is lost: {why}")
@@ -109,7 +105,12 @@ class CallOrder:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Puts calls that have no number into the table, and names the actor in their errors."""
+    """Puts calls that have no number into the table, and names the actor in their errors.
+
+    Args:
+        order: that of the calls to the actor.
+        what: the method.
+    """
 
     _order: CallOrder
     _what: str

@@ -19,7 +19,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from time import monotonic
 from typing import Any
@@ -82,7 +82,7 @@ class ActorOrders(Service):
                 self._orders[rref_id] = order
             watches, self._watches = self._watches, self._watches or label.restarts
         if self._watches and not watches:
-            self.agent.joined.add(lambda _: self.follow_all())
+            self.agent.joined.add(lambda _: self.follow())
         return order
 
     def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
@@ -118,7 +118,7 @@ class ActorOrders(Service):
     def owner_of(self, rref: Any) -> WorkerInfo:
         """Returns the worker that an RRef to an actor means now."""
         if rref._owner.member_id in self.agent.membership.lost:
-            self.follow([rref._rref_id])
+            self.follow()
             rref._owner = rref._order.owner
         owner: WorkerInfo = rref._owner
         return owner
@@ -155,23 +155,16 @@ class ActorOrders(Service):
     @override
     def on_member_lost(self, member: MemberId) -> None:
         if self._watches:
-            self.agent.completions.submit(self.follow_all)
+            self.agent.completions.submit(self.follow)
 
-    def follow_all(self) -> None:
-        """Looks where the actors are now."""
-        with self._service.lock:
-            found = [each for each, order in self._orders.items() if order.label.restarts]
-        self.follow(found)
-
-    def follow(self, rref_ids: Collection[RRefId]) -> None:
+    def follow(self) -> None:
         """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
         service, membership = self._service, self.agent.membership
         owners: dict[RRefId, MemberId] = {}
         moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
         with service.lock:
-            for rref_id in rref_ids:
-                order = self._orders.get(rref_id)
-                if order is None or not order.label.restarts:
+            for rref_id, order in list(self._orders.items()):
+                if not order.label.restarts:
                     continue
                 gone = membership.is_gone(order.owner.member_id)
                 if gone and not membership.is_gone(rref_id.created_on):
@@ -226,7 +219,7 @@ class ActorOrders(Service):
 
     def answer(self, rref_id: RRefId, owner: MemberId) -> None:
         """Makes an actor again, as its maker, for a worker whose calls go to ``owner``."""
-        self.follow([rref_id])
+        self.follow()
         order = self._orders.get(rref_id)
         if order is None or order.again is None:
             self._refuse(rref_id, owner)

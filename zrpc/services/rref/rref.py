@@ -17,7 +17,7 @@ from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
-from zrpc.services.actors.order import CallOrder
+from zrpc.services.actors.order import Beside, CallOrder
 from zrpc.services.rref import description
 from zrpc.services.rref.creation import Creation, error_of_creation
 from zrpc.services.rref.extended import BackwardOfValue, MakesStreams
@@ -356,7 +356,7 @@ class RRef(Generic[T]):
         extension = Tag.SUBJECT, pack_id(*self._rref_id) + turn
         about: CallOptions = {"extension": extension, "holds": self, "died": OwnerDied}
         if self._order is not None:
-            about["order"] = self._order.beside(beside) if beside else self._order
+            about["order"] = Beside(self._order, beside) if beside else self._order
         return about
 
     def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:

@@ -179,7 +179,7 @@ class RRefService(Service, MessageHooks):
         self.settle_references()
         sink = ValueSink(self.agent.callee, value, self.adopt)
         if subject:
-            self._run_method(request, self.find_value(subject[0]), sink, subject[1:])
+            self.run_method(request, sink, subject=subject)
         else:
             self.agent.callee.on_call(request, sink)
 
@@ -203,7 +203,11 @@ class RRefService(Service, MessageHooks):
         mailbox.do(mailbox.arrive(call, request.sender, turn[0] if turn else None))
 
     def run_method(
-        self, request: Message, sink: ResultSink, wrap: Callable[[Resolve], Call] | None = None
+        self,
+        request: Message,
+        sink: ResultSink,
+        wrap: Callable[[Resolve], Call] | None = None,
+        subject: Sequence[RRefId] = (),
     ) -> None:
         """Runs a method of the value that a request is about. In the I/O thread.
 
@@ -211,18 +215,11 @@ class RRefService(Service, MessageHooks):
             request: the request.
             sink: takes the outcome.
             wrap: returns what runs instead; it is given what returns the method and its arguments.
+            subject: the value, and the call's place in the order of an actor's; by default as the
+                request says, of which nothing is left if it was dropped meanwhile.
         """
-        rref_id, *turn = request.attachment(Tag.SUBJECT)
-        self._run_method(request, self.find_value(rref_id), sink, turn, wrap)
-
-    def _run_method(
-        self,
-        request: Message,
-        value: OwnedValue,
-        sink: ResultSink,
-        turn: Sequence[tuple[int, int]],
-        wrap: Callable[[Resolve], Call] | None = None,
-    ) -> None:
+        rref_id, *turn = subject or request.attachment(Tag.SUBJECT)
+        value = self.find_value(rref_id)
         scope = request.scope or self.agent.callee.requests.accept(request)
         resolve: Resolve = partial(self._resolve_method, request, value)
         if wrap is not None:
@@ -244,7 +241,7 @@ class RRefService(Service, MessageHooks):
             return
         begin = partial(self.agent.callee.on_call, request, sink, resolve)
         if not ready:  # it may become an actor
-            begin = partial(self._run_method, request, value, sink, turn, wrap)
+            begin = partial(self.run_method, request, sink, wrap, [rref_id, *turn])
         # No thread waits for a value that is still to be made.
         value.when_ready(begin, scope)
 

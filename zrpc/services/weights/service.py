@@ -87,23 +87,20 @@ class WeightsService(Service):
         Raises:
             RpcError: another worker publishes under that name, or a member does not answer.
         """
-        id = PublicationId(self.own_id, next(self._numbers))
-        members = list(self.agent.membership.living)
+        id, membership = PublicationId(self.own_id, next(self._numbers)), self.agent.membership
         before = 0
         try:
-            for member in members:  # in this order, see `publications`
+            for member in membership.living:  # in this order, see `publications`
                 before = max(before, self._claim_at(member, name, id))
             with self._lock:
                 self._published[id] = versions
-            self._watch_joins(members)
-            for error in self._tell(members, _learn, name, id, before):
+            self.learn(name, id, before)  # first here: it tells those that join from now on
+            for error in self._tell(membership.living, _learn, name, id, before):
                 raise error
-            joined = set(self.agent.membership.living).difference(members)
-            self._tell(joined, _learn, name, id, before)
         except BaseException:
             with self._lock:
                 self._published.pop(id, None)
-            self._tell(members, _end, name, id, before)
+            self._tell(membership.living, _end, name, id, before)
             raise
         return id, before
 
@@ -138,12 +135,12 @@ class WeightsService(Service):
                 self._published.pop(id, None)
             found.end()
 
-    def _watch_joins(self, told: Iterable[MemberId]) -> None:
-        """From now on, tells workers that join what is published, except those told otherwise."""
+    def _watch_joins(self) -> None:
+        """From now on, tells workers that join what is published; the others are told otherwise."""
         with self._lock:
             if self._told is not None:
                 return
-            self._told = frozenset(told)
+            self._told = frozenset(self.agent.membership.living)
         self._hook = self.agent.joined.add(self._tell_member)
 
     def _tell_member(self, info: WorkerInfo) -> None:
@@ -191,7 +188,7 @@ class WeightsService(Service):
 
     def learn(self, name: str, id: PublicationId, before: int, last: int | None = None) -> None:
         """Learns of a publication; see `Publications.learn`."""
-        self._watch_joins(self.agent.membership.living)
+        self._watch_joins()
         with self._lock:
             self.publications.learn(name, id, before, last)
         self._gates.open()
