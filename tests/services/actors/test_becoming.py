@@ -41,13 +41,13 @@ def steps() -> Iterator[list[int]]:
     left: list[int] = []
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if frame.f_code is not RRefService._run_method.__code__:
+        if frame.f_code is not RRefService.run_method.__code__:
             return None
         if event == "line" and left:
             left[0] -= 1
             if left[0] == 0:
                 _made.set()
-                until(lambda: frame.f_locals["value"].ready)
+                until(lambda: "value" not in frame.f_locals or frame.f_locals["value"].ready)
         return trace
 
     threading.settrace(trace)

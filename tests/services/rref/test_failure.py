@@ -117,16 +117,6 @@ def test_the_forks_of_a_dead_user_are_dropped_and_those_of_the_living_are_kept(m
         mesh.run(rank, until_entries, 0, 0, True)
 
 
-def test_the_forks_of_a_dead_user_are_dropped_though_it_was_the_last(mesh: Mesh) -> None:
-    mesh.run(0, make_and_keep, "worker2")
-    mesh.run(0, give_to, "worker1")
-    mesh.run(0, drop, "rref")
-    mesh.run(0, until_entries, 0, 0, True)
-    mesh.run(2, until_entries, 1, 1, True)  # worker1 has it
-    mesh.kill(1)
-    mesh.run(2, until_entries, 0, 0, True)
-
-
 def test_the_living_shut_down_gracefully_after_a_death(mesh: Mesh) -> None:
     mesh.run(0, make_and_keep, "worker1")
     mesh.run(2, make_and_keep, "worker1")

@@ -29,6 +29,15 @@ class Mixed(torch.nn.Module):
         self.register_buffer("cache", torch.ones(7), persistent=False)
 
 
+def packed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
+    """Copies tensors into a flat buffer."""
+    layout = Layout(tensors)
+    flat = torch.zeros(layout.size, dtype=torch.uint8)
+    for name, view in layout.views(flat).items():
+        view.copy_(tensors[name])
+    return layout, flat
+
+
 def test_a_module_has_the_tensors_of_its_state_dict() -> None:
     model = Mixed()
     tensors = tensors_of(model)
@@ -51,11 +60,7 @@ def test_what_is_written_to_a_view_is_read_from_it(shapes: Any) -> None:
     tensors = {
         f"t{i}": torch.randn(shape).mul(9).to(dtype) for i, (dtype, shape) in enumerate(shapes)
     }
-    layout = Layout(tensors)
-    flat = torch.zeros(layout.size, dtype=torch.uint8)
-    for name, view in layout.views(flat).items():
-        view.copy_(tensors[name])
-    read = Layout(tensors).views(flat.clone())
+    read = Layout(tensors).views(packed(tensors)[1])
     assert read.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(read[name], tensor)
@@ -82,10 +87,7 @@ def test_tensors_that_share_memory_and_differ_have_places_of_their_own() -> None
         "imaginary": number.imag,
         "real": number.real,
     }
-    layout = Layout(tensors)
-    flat = torch.zeros(layout.size, dtype=torch.uint8)
-    for name, view in layout.views(flat).items():
-        view.copy_(tensors[name])
+    layout, flat = packed(tensors)
     found = {name: view.item() for name, view in layout.views(flat).items()}
     assert found == {"a": 1 + 2j, "conjugate": 1 - 2j, "real": 1.0, "imaginary": 2.0}
 
