@@ -15,6 +15,15 @@ from zrpc.wire.member_id import MemberId
 A, B = PublicationId(MemberId(0), 1), PublicationId(MemberId(1), 1)
 
 
+def test_the_successor_of_a_dead_publisher_leaves_out_a_block_of_numbers() -> None:
+    lost: set[MemberId] = set()
+    table = Publications(lost.__contains__)
+    table.claim("p", A)
+    table.announce("p", A, 5)
+    lost.add(A.owner)
+    assert table.claim("p", B) == (None, 5 + BLOCK)
+
+
 def test_an_end_at_an_unknown_version_leaves_out_a_block_unless_it_is_known() -> None:
     for known, bound in ((None, BLOCK), (9, 9)):
         table = Publications(lambda _: False)

@@ -128,7 +128,7 @@ def test_a_second_live_publisher_is_refused(mesh: Mesh) -> None:
         with pytest.raises(zrpc.RpcError, match=words):
             mesh.run(worker, publish, "p", weights())
     assert first.push() == 1
-    other = Learner(mesh, 2, "q")
+    other = Learner(mesh, 1, "q")
     assert other.push(5) == 1
     rollouts = [Rollout(mesh, 0), Rollout(mesh, 0, "q")]
     assert [rollout.load() for rollout in rollouts] == [1, 1]
