@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,12 +10,9 @@ import pytest
 import zrpc
 from tests.support.gates import Gate
 from tests.support.waiting import until
-from zrpc.services.rref.service import RRefService
-from zrpc.testing import Mesh, local_mesh
+from zrpc.testing import Mesh
 
-OPTIONS = {"rpc_timeout": 20}
-
-pytestmark = pytest.mark.zrpc(workers=2, options=OPTIONS)
+pytestmark = pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20})
 
 
 @zrpc.actor
@@ -113,27 +108,3 @@ def test_the_death_of_the_worker(caller: Mesh, counter: Any) -> None:
         assert error.executed is False
         assert "make it again" in str(error)
         assert "the actor Counter 'late' on worker1 is lost" in str(error_of(late.ready))
-
-
-def test_a_call_whose_message_is_not_handled_holds_up_no_later_ones() -> None:
-    """There was no memory for its handler: its number in the order of the calls is passed over."""
-    handler, armed = RRefService.run_method.__code__, threading.Event()
-
-    def fail(frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is handler and armed.is_set():
-            armed.clear()
-            raise MemoryError
-
-    threading.setprofile(fail)  # in the threads that start from now on
-    try:
-        with local_mesh(2, options=OPTIONS) as mesh, mesh.agent(0).as_current():
-            counter = zrpc.remote(1, Counter)
-            assert counter.rpc_sync().add(1) == 1
-            armed.set()
-            futures = [counter.rpc_async().add(number) for number in (10, 100)]
-            with pytest.raises(MemoryError):
-                futures[0].wait()
-            assert futures[1].wait() == 101
-            del counter, futures
-    finally:
-        threading.setprofile(None)

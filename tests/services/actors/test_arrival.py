@@ -1,4 +1,4 @@
-"""A value becomes an actor while calls of it arrive."""
+"""Calls of an actor that arrive at odd moments: as the value becomes one, or without memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import local_mesh
 
@@ -24,7 +24,7 @@ _begun, _made = threading.Event(), threading.Event()
 class Log:
     def __init__(self) -> None:
         _begun.set()
-        assert _made.wait(20)
+        assert _made.wait(SOON)
         self.calls: list[int] = []
 
     def note(self, call: int) -> list[int]:
@@ -58,7 +58,7 @@ def steps() -> Iterator[list[int]]:
 def test_calls_keep_their_order_whenever_it_does(steps: list[int]) -> None:
     def calls() -> list[Any]:
         log = zrpc.remote("worker1", Log)
-        assert _begun.wait(20)  # else it would begin after the calls that have come with it
+        assert _begun.wait(SOON)  # else it would begin after the calls that have come with it
         return [future.wait() for future in [log.rpc_async().note(i) for i in range(_CALLS)]]
 
     with local_mesh(2, options={"rpc_timeout": 20}) as mesh:
@@ -68,3 +68,28 @@ def test_calls_keep_their_order_whenever_it_does(steps: list[int]) -> None:
             steps[:] = [number]
             assert mesh.run(0, calls) == [[*range(i + 1)] for i in range(_CALLS)], number
             assert steps[0] <= 0
+
+
+def test_a_call_whose_message_is_not_handled_holds_up_no_later_ones() -> None:
+    """There was no memory for its handler: its number in the order of the calls is passed over."""
+    handler, armed = RRefService.run_method.__code__, threading.Event()
+
+    def fail(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is handler and armed.is_set():
+            armed.clear()
+            raise MemoryError
+
+    threading.setprofile(fail)  # in the threads that start from now on
+    try:
+        with local_mesh(2, options={"rpc_timeout": 20}) as mesh, mesh.agent(0).as_current():
+            _made.set()
+            log = zrpc.remote(1, Log)
+            assert log.rpc_sync().note(1) == [1]
+            armed.set()
+            futures = [log.rpc_async().note(number) for number in (10, 100)]
+            with pytest.raises(MemoryError):
+                futures[0].wait()
+            assert futures[1].wait() == [1, 100]
+            del log, futures
+    finally:
+        threading.setprofile(None)
