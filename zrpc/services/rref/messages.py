@@ -8,7 +8,7 @@ from enum import IntEnum
 from itertools import starmap
 from typing import NamedTuple
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import expecting
 from zrpc.wire.member_id import MemberId, incarnation_of, rank_of
 
 _LAYOUT = struct.Struct("<BQIQIQIQ")
@@ -96,6 +96,7 @@ class ReferenceMessage(NamedTuple):
         return _LAYOUT.pack(self.verb, self.serial, *ids)
 
     @classmethod
+    @expecting("reference-count messages")
     def parse_all(cls, data: bytes | bytearray | memoryview) -> list[ReferenceMessage]:
         """Returns the messages that were packed one after the other.
 
@@ -103,13 +104,10 @@ class ReferenceMessage(NamedTuple):
             ProtocolError: the bytes are not a sequence of messages.
         """
         unique = GloballyUniqueId
-        try:
-            return [
-                cls(Verb(verb), serial, unique(a, b), unique(c, d), unique(e, f))
-                for verb, serial, a, b, c, d, e, f in _LAYOUT.iter_unpack(data)
-            ]
-        except (struct.error, ValueError) as error:
-            raise ProtocolError(f"expected reference-count messages: {error}") from error
+        return [
+            cls(Verb(verb), serial, unique(a, b), unique(c, d), unique(e, f))
+            for verb, serial, a, b, c, d, e, f in _LAYOUT.iter_unpack(data)
+        ]
 
 
 def bodies(
@@ -144,15 +142,15 @@ class Fork(NamedTuple):
         return _FORK_LAYOUT.pack(*self.rref_id, *self.fork_id, self.owner, *self.parent_id)
 
     @classmethod
+    @expecting(f"forks of {FORK_SIZE} bytes each")
     def unpack_all(cls, data: bytes) -> list[Fork]:
         """Returns the forks that were packed one after the other.
 
         Raises:
             ProtocolError: the bytes are not a sequence of forks.
         """
-        try:
-            rows = list(_FORK_LAYOUT.iter_unpack(data))
-        except struct.error as error:
-            raise ProtocolError(f"expected forks of {FORK_SIZE} bytes each: {error}") from error
         unique = GloballyUniqueId
-        return [cls(unique(a, b), unique(c, d), e, unique(f, g)) for a, b, c, d, e, f, g in rows]
+        return [
+            cls(unique(a, b), unique(c, d), owner, unique(e, f))
+            for a, b, c, d, owner, e, f in _FORK_LAYOUT.iter_unpack(data)
+        ]
