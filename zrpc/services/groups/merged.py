@@ -63,6 +63,7 @@ class Merged(Source):
         consumer: Any = stream.source
         with self._lock:
             closed = self._closed
+            self.is_local |= consumer.is_local
             if not closed:
                 self._streams[consumer] = stream
         if closed:

@@ -58,6 +58,7 @@ class Consumer(Source):
     ) -> None:
         super().__init__(agent, timeout)
         self.call = call
+        self.is_local = call.peer == agent.membership.own_id
         self.reader: Any = self
         self._ended = ended
         self.inflow = inflow  # guarded by the lock; nothing is freed while that is held
@@ -149,8 +150,9 @@ class Consumer(Source):
 
     @override
     def _begin(self) -> None:
+        super()._begin()
         if not self._waits:  # one that polls may do so for as long as it likes
-            self.asked = self.waited()
+            self.asked = self._waited_before
 
     @override
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
@@ -185,7 +187,6 @@ class Consumer(Source):
         with uninterrupted:
             with self._lock:
                 if self.items:
-                    self.asked = self.reader.waited()
                     return True
                 if self._opening:
                     return False
@@ -203,7 +204,6 @@ class Consumer(Source):
                     self.reader.notify(self)
         if batch is None and over:
             raise StopIteration(self._value())
-        self.asked = self.reader.waited() if self.items else self.asked
         return bool(self.items)
 
     def _value(self) -> Any:
@@ -238,6 +238,7 @@ class Consumer(Source):
                 return
             self.inflow.open(len(values))
             self.items.extend(values)
+            self.asked = self.reader.waited()  # nobody waits as long as there are items
             credit = self.inflow.credit(max(0, len(values) - 1))
             if failure is not None:
                 dropped = self.inflow.abort(failure.with_traceback(None))
@@ -250,7 +251,8 @@ class Consumer(Source):
 
     @override
     def is_ready(self) -> bool:
-        """Returns whether there are items, or a batch or an end that nobody opens yet."""
-        with self._lock:
-            ready = self.inflow.over or self.inflow.first() is not None
-            return bool(self.items) or (ready and not self._opening)
+        """Returns whether there are items, or a batch or an end that nobody opens yet.
+
+        Without the lock: whatever changes just now, the reader is notified of it afterwards.
+        """
+        return bool(self.items) or (self.inflow.ready and not self._opening)

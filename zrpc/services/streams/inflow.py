@@ -51,6 +51,11 @@ class Inflow:
         """Whether all has been opened, so that the program gets the outcome next."""
         return self.complete and not self._ready
 
+    @property
+    def ready(self) -> bool:
+        """Whether there is a batch to open, or the outcome."""
+        return bool(self._ready) or self.complete
+
     def arrive(self, batch: Message) -> None:
         """Takes a batch that has arrived.
 

@@ -17,7 +17,7 @@ from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.pending_call import PendingCall
 from zrpc.runtime.event_loop import running_loop
-from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
+from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 
 
@@ -35,10 +35,14 @@ class Source(ABC):
         items: those that can be taken at once, without a lock.
         used_at: when the program last asked for more, on the clock of ``time.monotonic``.
         read_by: by whom; see `present_reader`.
+        is_local: whether this worker itself makes items, or some of them.
     """
+
+    is_local = False
 
     def __init__(self, agent: Agent, timeout: float) -> None:
         self._agent = agent
+        self._calls = agent.caller.calls
         self._timeout = timeout
         self.items: deque[Any] = deque()
         self.used_at = monotonic()
@@ -97,7 +101,7 @@ class Source(ABC):
             Exception: see `has_items`.
         """
         self._begin()
-        while not self._look():
+        while not self.has_items():
             gate = threading.Lock()
             gate.acquire()
             try:
@@ -115,7 +119,7 @@ class Source(ABC):
         loop = asyncio.get_running_loop()
         self._begin()
         try:
-            while not self._look():
+            while not self.has_items():
                 woken = loop.create_future()
                 waker = partial(complete_in_loop, loop, woken)
                 try:
@@ -126,32 +130,34 @@ class Source(ABC):
         except StopIteration:
             raise StopAsyncIteration from None
 
-    def _begin(self) -> None:  # noqa: B027
+    def _begin(self) -> None:
         """Notes that a reader wants an item."""
-
-    def _look(self) -> bool:
         self.used_at, self.read_by = monotonic(), present_reader()
-        return self.has_items()
 
     def _will_wake(self, waker: Callable[[], object]) -> bool:
         """Calls a waker when there may be items; returns False if there may be some now."""
-        with uninterrupted:
+        now = monotonic() - self._calls.postponed
+        with self._lock:
+            if not self._waits:
+                self._waits_since = now
+            self._waits.add(waker)
             self._wakers.append(waker)
-            self._note_wait(self._waits.add, waker)
-            return not self.is_ready()
+        return not self.is_ready()
 
     def _forget_waker(self, waker: Callable[[], object]) -> None:
         """Forgets one whose reader no longer waits."""
-        with uninterrupted:
-            self._note_wait(self._waits.discard, waker)
-            with contextlib.suppress(ValueError):  # it was called
-                self._wakers.remove(waker)
+        self.used_at = monotonic()
+        with self._lock, contextlib.suppress(ValueError):  # it was called
+            if self._waits:
+                self._waits.discard(waker)
+                if not self._waits:
+                    self._waited_before += self.used_at - self._calls.postponed - self._waits_since
+            self._wakers.remove(waker)
 
     def _wait(self, gate: threading.Lock, seconds: float | None) -> None:
         # What `zrpc stacks` shows is read from this frame.
-        own, receive = self._agent.membership.own_id, None
-        if current_pool() is None and all(call.peer != own for call in self.calls):
-            receive = self._agent.receiver.receive
+        receives = current_pool() is None and not self.is_local
+        receive = self._agent.receiver.receive if receives else None
         pass_gate(gate, -1 if seconds is None else seconds, receive)
 
     def wake(self) -> None:
@@ -164,25 +170,11 @@ class Source(ABC):
 
     # -- the time that readers wait ----------------------------------------------------------
 
-    def _note_wait(
-        self, change: Callable[[Callable[[], object]], None], waker: Callable[[], object]
-    ) -> None:
-        """Notes that a reader begins to wait, or no longer waits."""
-        now = self._now()
-        with self._lock:
-            if self._waits:
-                self._waited_before += now - self._waits_since
-            self._waits_since = now
-            change(waker)
-
-    def _now(self) -> float:
-        return monotonic() - self._agent.caller.calls.postponed
-
     def waited(self) -> float:
         """Returns for how long readers have waited, in seconds."""
         if not self._waits:
             return self._waited_before
-        return self._waited_before + self._now() - self._waits_since
+        return self._waited_before + monotonic() - self._calls.postponed - self._waits_since
 
     def _time_left(self) -> float | None:
         """Ends the streams that have let the reader wait too long; returns when the next is due."""
