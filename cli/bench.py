@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from .soak import soak
 
 if TYPE_CHECKING:
     from zrpc.bench.row import Group
-    from zrpc.bench.sampling import Settings
+    from zrpc.bench.run import Settings
 
 
 def _against(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -87,7 +88,8 @@ def command(
         return
     from zrpc.bench.library import ACTOR_LIBRARIES
     from zrpc.bench.rows import all_rows, select
-    from zrpc.bench.sampling import Sampling, Settings
+    from zrpc.bench.run import Settings
+    from zrpc.bench.session import Sampling
 
     if only_list:
         click.echo("\n".join(row.name for row in all_rows()))
@@ -163,14 +165,14 @@ def _check_plot(plot_file: Path | None) -> None:
 def _measure(
     groups: list[Group], settings: Settings, data_file: Path | None, plot_file: Path | None
 ) -> int:
-    from zrpc.bench.machine import Machine, load_average
+    from zrpc.bench.machine import Machine
     from zrpc.bench.plot import plot
     from zrpc.bench.progress import progress
     from zrpc.bench.run import Run
     from zrpc.bench.table import as_data, as_text, headline
     from zrpc.launch import LaunchError
 
-    machine, before = Machine.this(), load_average()
+    machine, before = Machine.this(), os.getloadavg()[0]
     click.echo(headline(machine, settings))
     run, interrupted = Run(groups, settings), False
     try:
@@ -180,7 +182,7 @@ def _measure(
         interrupted = True
     except LaunchError as error:
         raise click.ClickException(f"could not start the processes to measure: {error}") from error
-    after = load_average()
+    after = os.getloadavg()[0]
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{as_text(run)}")
     bench_options.write_data(data_file, as_data(run, machine, (before, after)))
     if plot_file is not None:
@@ -248,7 +250,7 @@ def scale(
     """
     from zrpc.bench import scale as bench
     from zrpc.bench.machine import Machine
-    from zrpc.bench.sampling import Sampling
+    from zrpc.bench.session import Sampling
 
     _check_plot(plot_file)
     machine = str(Machine.this())

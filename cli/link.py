@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -25,11 +26,11 @@ def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -
     The exit code is 0 if zrpc sent all tensors, 1 if not, and 130 after Ctrl-C.
     """
     from zrpc.bench import link as bench
-    from zrpc.bench.machine import Machine, load_average
+    from zrpc.bench.machine import Machine
     from zrpc.bench.namespaces import NamespaceError
-    from zrpc.bench.sampling import Sampling
+    from zrpc.bench.session import Sampling
 
-    machine, before = str(Machine.this()), load_average()
+    machine, before = str(Machine.this()), os.getloadavg()[0]
     click.echo(machine)
     try:
         speeds = bench.measure(
@@ -39,7 +40,7 @@ def link(rounds: int, seconds: float, deadline: float, data_file: Path | None) -
         raise click.ClickException(str(error)) from error
     except KeyboardInterrupt:
         bench_options.exit_interrupted()
-    after = load_average()
+    after = os.getloadavg()[0]
     click.echo(f"load average {before:.1f} before, {after:.1f} after\n\n{bench.as_text(speeds)}")
     tensors = [
         {"way": way, "bytes": size, "bytes_per_second": rounds_}

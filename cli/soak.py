@@ -44,9 +44,8 @@ def soak(minutes: float, seed: int | None, workers: int, data_file: Path | None)
     The exit code is 0 if no problem was found; 1 if one was, with a report; 130 after Ctrl-C.
     The same seed repeats the same work, as far as the scheduling of threads permits.
     """
-    from zrpc.bench.soak.progress import progress
     from zrpc.bench.soak.report import Report
-    from zrpc.bench.soak.run import run
+    from zrpc.bench.soak.run import progress, run
     from zrpc.launch import LaunchError
 
     report = Report(secrets.randbelow(10**6) if seed is None else seed, workers)

@@ -102,8 +102,8 @@ _SURFACE = {
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
     "zrpc.testing": ". procfs served startup watchdog",
-    "zrpc.bench": """device library link machine namespaces plot progress rows run sampling scale
-        soak.progress soak.report soak.run table""",
+    "zrpc.bench": """device library link machine namespaces plot progress rows run scale session
+        soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",
     "values": "by_value error_parts",
     "leaves": "actors batch_values constants errors functions options stand_in torch_internals",

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.warm import ForkedServer
 from zrpc.bench import run
-from zrpc.bench.sampling import Sampling
+from zrpc.bench.session import Sampling
 from zrpc.launch import Starter
 
 

@@ -17,8 +17,7 @@ from zrpc.bench.actors import ActorLibrary, Peer, _Rpc
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.mesh import Mesh
 from zrpc.bench.rows import GROUPS, all_rows, select
-from zrpc.bench.sampling import Sampling
-from zrpc.bench.session import Session
+from zrpc.bench.session import Sampling, Session
 from zrpc.cli import main
 from zrpc.launch import Starter
 from zrpc.testing.procfs import children

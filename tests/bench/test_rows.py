@@ -8,10 +8,10 @@ from typing import cast
 import pytest
 
 from zrpc.bench.mesh import Mesh
-from zrpc.bench.participant import Participant
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
-from zrpc.bench.sampling import LIMIT, Sampling, Settings
+from zrpc.bench.run import Participant, Settings
+from zrpc.bench.session import LIMIT, Sampling
 from zrpc.launch import Starter
 
 MEASURED = [group for group in GROUPS if group.forms_mesh]

@@ -14,8 +14,8 @@ from tests.support.waiting import until
 from zrpc.bench import run as run_module
 from zrpc.bench.mesh import HungError, Mesh, MeshError
 from zrpc.bench.row import Group, Row
-from zrpc.bench.run import Run
-from zrpc.bench.sampling import Sampling, Settings
+from zrpc.bench.run import Run, Settings
+from zrpc.bench.session import Sampling
 from zrpc.launch import Starter
 from zrpc.testing.procfs import children, state_of
 

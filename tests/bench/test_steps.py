@@ -11,7 +11,7 @@ from tests.support.own_process import passes_in_its_own_process
 from zrpc.bench import skeleton, targets
 from zrpc.bench.mesh import Mesh
 from zrpc.bench.rows import all_rows
-from zrpc.bench.sampling import Sampling
+from zrpc.bench.session import Sampling
 from zrpc.launch import Starter
 
 # The most that an empty call may enter at each end: functions of zrpc, and modules.

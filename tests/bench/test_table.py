@@ -14,9 +14,9 @@ from zrpc.bench.machine import Machine
 from zrpc.bench.plot import plot
 from zrpc.bench.result import Failure, RowResult, Spread
 from zrpc.bench.row import Group, Limit, Row, Unit
-from zrpc.bench.run import Run
-from zrpc.bench.sampling import Sample, Sampling, Settings
+from zrpc.bench.run import Run, Settings
 from zrpc.bench.scale import Point, compute
+from zrpc.bench.session import Sample, Sampling
 from zrpc.bench.table import as_data, as_text, headline, quantity
 
 MACHINE = Machine("a processor", 2, 8 * 2**30, "Linux 6", {"torch": "2.13", "libzmq": "4.3"})

@@ -8,8 +8,7 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.calls import check
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
 BATCH_SIZE = 32
 
@@ -21,7 +20,7 @@ def step(session: Session, width: int) -> Sample:
 
 def training_step(session: Session, width: int) -> Callable[[], object]:
     """Returns a function that runs the step once; it has run once already."""
-    rpc_sync, dist_autograd = session.rpc.rpc_sync, session.autograd
+    rpc_sync, dist_autograd = session.rpc.rpc_sync, session.library.autograd
     inputs = torch.ones(BATCH_SIZE, width)
 
     def once(read_gradients: bool = False) -> float:

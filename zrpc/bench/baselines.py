@@ -6,8 +6,7 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.autograd import BATCH_SIZE
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import Session
+from zrpc.bench.session import Sample, Session
 
 _SMALL = b"x" * 16
 _FRAMES_PER_BATCH = 1000

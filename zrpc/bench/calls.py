@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from zrpc.bench import targets
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
 _CALLS_PER_BATCH = 1000
 

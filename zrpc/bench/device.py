@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["check_device", "name_of_device"]
-
 _FAKE = "fake"
 
 

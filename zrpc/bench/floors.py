@@ -12,9 +12,8 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.references import actor_of
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
-from zrpc.bench.weights import ELEMENT_BYTES, NAME
+from zrpc.bench.session import PEER, Sample, Session
+from zrpc.bench.tensors import ELEMENT_BYTES, WEIGHTS
 
 _CALLS_PER_BATCH = 100
 # Before that, segments of shared memory are new to the publisher or to its reader.
@@ -77,11 +76,11 @@ def _versions(session: Session, size: int) -> tuple[Sample, Sample]:
     rpc, number = session.rpc, session.sampling.scaled(size // ELEMENT_BYTES)
     model, copy = targets.new_model(number), targets.new_model(number)
     loads: list[float] = []
-    with rpc.nn.publish(NAME, model) as published:
+    with rpc.nn.publish(WEIGHTS, model) as published:
 
         def once() -> float:
             seconds = _seconds(published.push) / _seconds(lambda: targets.copy_model(model, copy))
-            arguments = NAME, number, published.version
+            arguments = WEIGHTS, number, published.version
             loads.append(rpc.rpc_sync(PEER, targets.time_of_load, args=arguments))
             return seconds
 

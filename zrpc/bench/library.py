@@ -6,8 +6,6 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ACTOR_LIBRARIES", "EVERY_LIBRARY", "LIBRARIES", "Library", "current", "load"]
-
 LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
 ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7"}

@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from zrpc.bench.mesh import Mesh, MeshError
 from zrpc.bench.namespaces import ADDRESSES, two_namespaces
 from zrpc.bench.run import warm_starter
-from zrpc.bench.sampling import Sampling
+from zrpc.bench.session import Sampling
 from zrpc.bench.table import align_columns
 from zrpc.launch import Starter
-
-__all__ = ["RAW", "SIZES", "WAYS", "Speeds", "as_text", "measure"]
 
 SIZES = (1 << 20, 1 << 24, 1 << 27)
 # How a tensor is sent: the library, and whether it encrypts.

@@ -7,8 +7,6 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 
-__all__ = ["Machine", "load_average", "read_field", "read_kib"]
-
 
 @dataclass(frozen=True)
 class Machine:
@@ -72,8 +70,3 @@ def read_field(path: str, name: str) -> str | None:
     except OSError:
         pass
     return None
-
-
-def load_average() -> float:
-    """Returns the mean number of running or waiting processes over the last minute."""
-    return os.getloadavg()[0]

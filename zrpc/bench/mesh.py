@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.namespaces import CABLE
-from zrpc.bench.sampling import Sample, Sampling
+from zrpc.bench.session import Sample, Sampling
 from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
@@ -25,7 +25,6 @@ from zrpc.testing.served import send_request, start_serving
 if TYPE_CHECKING:
     from typing import Self
 
-__all__ = ["HungError", "Mesh", "MeshError"]
 
 _EXIT_SECONDS = 5.0
 

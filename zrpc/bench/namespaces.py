@@ -9,8 +9,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 
-__all__ = ["ADDRESSES", "CABLE", "NamespaceError", "enter", "two_namespaces"]
-
 # The interface in each of them, and the addresses.
 CABLE = "cable"
 ADDRESSES = ("10.78.0.1", "10.78.0.2")

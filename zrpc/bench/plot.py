@@ -9,8 +9,6 @@ from typing import Any
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.run import Run
 
-__all__ = ["can_plot", "new_figure", "plot", "save"]
-
 _FASTER = "#2a7f62"
 _SLOWER = "#b5483a"
 # Can be read on white and on black: a chart has no background of its own.

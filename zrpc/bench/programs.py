@@ -12,8 +12,7 @@ from torch.nn import functional
 
 from zrpc.bench import library
 from zrpc.bench.calls import check
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
 _LEARNING_RATE = 0.01
 _UPDATES_PER_TRAINER = 10
@@ -102,12 +101,14 @@ def _time_steps(
     session: Session, parameters: list[Any], loss: Callable[[], torch.Tensor]
 ) -> Sample:
     """Measures training steps, each with a context, a backward pass and an optimizer."""
-    optimizer = session.optim.DistributedOptimizer(torch.optim.SGD, parameters, lr=_LEARNING_RATE)
+    optimizer = session.library.optim.DistributedOptimizer(
+        torch.optim.SGD, parameters, lr=_LEARNING_RATE
+    )
 
     def step() -> float:
-        with session.autograd.context() as context_id:
+        with session.library.autograd.context() as context_id:
             value = loss()
-            session.autograd.backward(context_id, [value])
+            session.library.autograd.backward(context_id, [value])
             optimizer.step(context_id)
         return value.item()
 

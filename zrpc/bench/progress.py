@@ -13,8 +13,6 @@ from typing import TextIO
 from zrpc.bench.row import Group, Row
 from zrpc.bench.run import Run
 
-__all__ = ["open_bar", "progress"]
-
 
 @contextlib.contextmanager
 def progress(run: Run, stream: TextIO = sys.stderr) -> Iterator[Callable[[int, Group, Row], None]]:

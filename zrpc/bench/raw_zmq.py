@@ -8,8 +8,6 @@ from typing import Any
 
 import zmq
 
-__all__ = ["RawEcho", "RawPeer"]
-
 # From this size on, pyzmq is faster without a copy.
 _ZERO_COPY_BYTES = 256 * 1024
 _RECEIVE_TIMEOUT_MS = 30_000

@@ -9,8 +9,7 @@ import torch
 from zrpc.actors import actor
 from zrpc.bench import targets
 from zrpc.bench.calls import check
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
 _RREFS_PER_BATCH = 500
 

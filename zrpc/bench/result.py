@@ -7,9 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from zrpc.bench.row import Row
-from zrpc.bench.sampling import Sample
-
-__all__ = ["Failure", "RowResult", "Spread"]
+from zrpc.bench.session import Sample
 
 
 @dataclass(frozen=True)

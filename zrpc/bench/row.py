@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from zrpc.bench.library import LIBRARIES
 
-__all__ = ["Group", "Limit", "Row", "Unit"]
-
 
 class Unit(enum.Enum):
     """The unit of a row's numbers."""

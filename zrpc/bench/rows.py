@@ -9,8 +9,6 @@ from dataclasses import replace
 from zrpc.bench.library import ACTOR_LIBRARIES, EVERY_LIBRARY
 from zrpc.bench.row import Group, Limit, Row, Unit
 
-__all__ = ["GROUPS", "WORKLOAD_MODULES", "all_rows", "select"]
-
 # Of rows that others can measure too: all libraries; those that have streams and queues.
 _ALL = EVERY_LIBRARY
 _WITH_RAY = ("zrpc", "ray")
@@ -153,7 +151,7 @@ def _memory_rows() -> tuple[Row, ...]:
     calls: dict[str, tuple[float, ...]] = {"after_start": (), "after_calls": (10_000,)}
     names = ("memory after start", "memory after 10,000 calls")
     return tuple(
-        Row(name, f"memory:{function}", arguments, Unit.BYTES, limit, above_limit=True)
+        Row(name, f"costs:{function}", arguments, Unit.BYTES, limit, above_limit=True)
         for name, (function, arguments) in zip(names, calls.items(), strict=True)
     )
 
@@ -195,15 +193,15 @@ _REFERENCES = (
 _QUEUE = "queue, items put and taken per second"
 _BATCHES = "queue, items taken in batches of 32 per second"
 _COLLECTED = (
-    Row(_QUEUE, "collected:one_by_one", (), Unit.RATE, libraries=_WITH_RAY),
-    Row(_BATCHES, "collected:by_batches", (), Unit.RATE, libraries=_OWN),
-    Row("batched call, 64 callers", "collected:batched", (64,), libraries=_OWN),
+    Row(_QUEUE, "items:one_by_one", (), Unit.RATE, libraries=_WITH_RAY),
+    Row(_BATCHES, "items:by_batches", (), Unit.RATE, libraries=_OWN),
+    Row("batched call, 64 callers", "items:batched", (64,), libraries=_OWN),
 )
 _SMALL_ITEMS = "stream of 10,000 small items, items per second"
 _STREAMS = (
     Row(
         _SMALL_ITEMS,
-        "streams:small_items",
+        "items:small_items",
         (10_000,),
         Unit.RATE,
         _RATE,
@@ -212,7 +210,7 @@ _STREAMS = (
     ),
     Row(
         "stream of 100 items of 1 MiB",
-        "streams:large_items",
+        "items:large_items",
         (100, _MIB),
         limit=_copies(_MIB, 100),
         tcp_limit=_zmq(_MIB, 100),
@@ -230,7 +228,7 @@ _TO_ALL = (
     ),
     Row(
         "128 MiB of weights to 7 subscribers",
-        "weights:to_subscribers",
+        "tensors:to_subscribers",
         (128 * _MIB,),
         limit=_copies(128 * _MIB, 8),
         libraries=_WITH_RAY,

@@ -11,11 +11,9 @@ from zrpc.bench.mesh import HungError, Mesh, MeshError
 from zrpc.bench.plot import new_figure, save
 from zrpc.bench.row import Unit
 from zrpc.bench.run import warm_starter
-from zrpc.bench.sampling import Sampling
+from zrpc.bench.session import Sampling
 from zrpc.bench.table import align_columns, quantity
 from zrpc.launch import Starter
-
-__all__ = ["MEASURES", "Point", "as_text", "compute", "measure", "plot"]
 
 MEASURES = {
     "init": "init_rpc of all workers",
@@ -108,9 +106,9 @@ def _measure(
         for name, workload, arguments in (
             ("call", "calls:empty", ()),
             ("in turn", "calls:each_peer", ()),
-            ("descriptors", "memory:descriptors", ()),
-            ("threads", "memory:threads", ()),
-            ("memory", "memory:private_memory", ()),
+            ("descriptors", "costs:descriptors", ()),
+            ("threads", "costs:threads", ()),
+            ("memory", "costs:private_memory", ()),
             ("push", "tensors:many_clients", (_MIB,)),
             ("all-to-all", "tensors:all_to_all", (_MIB,)),
         ):

@@ -1,20 +1,109 @@
-"""The session that a workload is given."""
+"""What a workload is given: the workers, how often to repeat it, and what becomes of its times."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-    from zrpc.bench.sampling import Sample, Sampling
-
-__all__ = ["PEER", "Session"]
-
+# The participant that is not a library.
+LIMIT = "limit"
 # Workloads run on worker0 and call this worker.
 PEER = "worker1"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One row, measured in one mesh.
+
+    Attributes:
+        value: the median over the repeats, in seconds, per second, or bytes. For several turns,
+            the median of their medians.
+        worst: the worst repeat.
+        repeats: the number of repeats.
+        more: other counts of the same repeats, by name.
+    """
+
+    value: float
+    worst: float
+    repeats: int
+    more: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def merged(cls, samples: Sequence[Sample], more_is_better: bool) -> Sample:
+        """Merges the samples of several turns, each with the same weight."""
+        worst = min if more_is_better else max
+        return cls(
+            statistics.median(sample.value for sample in samples),
+            worst(sample.worst for sample in samples),
+            sum(sample.repeats for sample in samples),
+            samples[-1].more,
+        )
+
+    def divided(self, number: int) -> Sample:
+        """Returns the share of each of that many operations, which were measured together."""
+        return Sample(self.value / number, self.worst / number, self.repeats)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How long and how often to repeat a workload.
+
+    Attributes:
+        seconds: how long to repeat it, after a warm-up of a quarter of this.
+        min_repeats: the minimum number of repeats, however long they take.
+        scale: a factor for the sizes of batches; below 1 in tests.
+    """
+
+    seconds: float = 0.3
+    min_repeats: int = 5
+    scale: float = 1.0
+
+    def divided(self, turns: int) -> Sampling:
+        """Returns the share of each turn if there are several."""
+        return replace(
+            self, seconds=self.seconds / turns, min_repeats=-(-self.min_repeats // turns)
+        )
+
+    def scaled(self, count: int) -> int:
+        """Returns the size of a batch that has ``count`` elements at scale 1."""
+        return max(1, round(count * self.scale))
+
+    def time(self, once: Callable[[], object]) -> Sample:
+        """Measures the seconds that a call of ``once`` takes."""
+        self._repeat(once, self.seconds / 4, 1)
+        times = self._repeat(once, self.seconds, self.min_repeats)
+        return Sample(statistics.median(times), max(times), len(times))
+
+    def of_batches(self, batch: Callable[[], float]) -> Sample:
+        """Samples what ``batch`` returns."""
+        values: list[float] = []
+        self._repeat(batch, self.seconds / 4, 1)
+        self._repeat(lambda: values.append(batch()), self.seconds, self.min_repeats)
+        return Sample(statistics.median(values), max(values), len(values))
+
+    def rate(self, batch: Callable[[], object], count: int) -> Sample:
+        """Measures operations per second; each call of ``batch`` performs ``count``."""
+        sample = self.time(batch)
+        return Sample(count / sample.value, count / sample.worst, sample.repeats)
+
+    @staticmethod
+    def _repeat(once: Callable[[], object], seconds: float, min_repeats: int) -> list[float]:
+        clock = time.perf_counter
+        times: list[float] = []
+        before = clock()
+        end = before + seconds
+        while before < end or len(times) < min_repeats:
+            once()
+            after = clock()
+            times.append(after - before)
+            before = clock()  # storing the time is not part of the next repeat
+        return times
 
 
 @dataclass(frozen=True)
@@ -66,13 +155,3 @@ class Session:
     def rpc(self) -> Any:
         """The library's module with ``rpc_sync``, ``rpc_async`` and ``remote``."""
         return self.library.rpc
-
-    @property
-    def autograd(self) -> Any:
-        """The library's module with ``context`` and ``backward``."""
-        return self.library.autograd
-
-    @property
-    def optim(self) -> Any:
-        """The library's module with ``DistributedOptimizer``."""
-        return self.library.optim

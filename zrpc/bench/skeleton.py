@@ -27,8 +27,7 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.autograd import BATCH_SIZE
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import Session
+from zrpc.bench.session import Sample, Session
 
 __all__ = ["echo", "empty", "in_flight", "one_way", "step"]
 

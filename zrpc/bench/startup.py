@@ -8,10 +8,7 @@ import sys
 import time
 
 from zrpc.bench.library import load
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import Session
-
-__all__ = ["launch_bare", "main", "start_and_stop"]
+from zrpc.bench.session import Sample, Session
 
 _BARE = "bare"
 

@@ -19,8 +19,7 @@ from typing import Any
 import zrpc
 from zrpc.actors import actor
 from zrpc.bench import targets
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
 _WARM_UP_CALLS = 500
 _COUNTED_CALLS = 200

@@ -9,10 +9,8 @@ from typing import Any
 from zrpc.bench.machine import Machine
 from zrpc.bench.result import RowResult, Spread
 from zrpc.bench.row import Row, Unit
-from zrpc.bench.run import Run
-from zrpc.bench.sampling import LIMIT, Sample, Settings
-
-__all__ = ["align_columns", "as_data", "as_text", "headline", "quantity"]
+from zrpc.bench.run import Run, Settings
+from zrpc.bench.session import LIMIT, Sample
 
 # The full reason is shown below the table.
 _MAX_REASON_CHARS = 20

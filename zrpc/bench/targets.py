@@ -37,11 +37,6 @@ def nothing() -> None:
     """Does nothing."""
 
 
-def processor_time() -> float:
-    """Returns the processor time that this worker has used, in seconds."""
-    return time.process_time()
-
-
 def context_switches() -> float:
     """Returns how often this worker's threads have waited, or have lost their cores."""
     used = resource.getrusage(resource.RUSAGE_SELF)

@@ -8,9 +8,11 @@ import torch
 
 from zrpc.bench import targets
 from zrpc.bench.calls import check
-from zrpc.bench.sampling import Sample
-from zrpc.bench.session import PEER, Session
+from zrpc.bench.session import PEER, Sample, Session
 
+ELEMENT_BYTES = 4
+# The name of the weights that are published.
+WEIGHTS = "benchmark"
 _ELEMENT = 7.0
 
 
@@ -98,3 +100,29 @@ def all_to_all(session: Session, size: int) -> Sample:
         check("the numbers of tensors", found, [workers - 1] * workers)
 
     return session.sampling.time(once).divided(workers * (workers - 1))
+
+
+def to_subscribers(session: Session, size: int) -> Sample:
+    """Pushes a version, which all other workers load into models of their own.
+
+    A library without published weights sends the model by one call, and its workers copy it.
+    """
+    rpc, others = session.rpc, session.rpc.group(session.others)
+    number = session.sampling.scaled(size // ELEMENT_BYTES)
+    model = targets.new_model(number)
+    if session.participant != "zrpc":
+
+        def sent() -> None:
+            rpc.rpc_sync(others, targets.load, args=(model,))
+
+        return session.sampling.time(sent)
+    with rpc.nn.publish(WEIGHTS, model) as published:
+
+        def once() -> None:
+            version = published.push()
+            found = rpc.rpc_sync(others, targets.load_version, args=(WEIGHTS, number, version))
+            check("the versions", found, [version] * (session.workers - 1))
+
+        sample = session.sampling.time(once)
+        rpc.rpc_sync(others, targets.unsubscribe)
+    return sample

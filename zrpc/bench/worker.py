@@ -23,14 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from zrpc.bench.library import ACTOR_LIBRARIES, LIBRARIES, Library, load
-from zrpc.bench.sampling import Sample, Sampling
-from zrpc.bench.session import Session
+from zrpc.bench.session import Sample, Sampling, Session
 from zrpc.testing.served import serve
 
 if TYPE_CHECKING:
     from zrpc.bench.raw_zmq import RawPeer
-
-__all__ = ["WorkerSettings", "main", "one_line"]
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,6 @@ from typing_extensions import override
 
 from zrpc.errors import RpcError, WorkerDied
 
-__all__ = ["Action", "CheckFailed", "Client", "Tally"]
-
 # An action that takes longer is too slow. Longer than any pause, shorter than the timeout of a
 # call.
 _MAX_ACTION_SECONDS = 40.0

@@ -11,15 +11,12 @@ from typing import Any, TypeVar
 import zrpc
 from zrpc.bench.soak import phase, resources
 from zrpc.bench.soak.client import Tally
-from zrpc.bench.soak.leak_check import LeakCheck
 from zrpc.bench.soak.phase import Phase
 from zrpc.bench.soak.report import Report
 from zrpc.bench.soak.schedule import Death, Episode, Pause
 from zrpc.testing import LeakError, Mesh, MeshSpec, MeshTimeout, WorkerExited
 from zrpc.testing.startup import start_mesh
 from zrpc.testing.watchdog import Watchdog
-
-__all__ = ["run_episode"]
 
 T = TypeVar("T")
 
@@ -78,7 +75,7 @@ class _Driver:
         self._report = report
         self._show = show
         self._living = list(range(len(mesh)))
-        self._leak_check = LeakCheck()
+        self._leak_check = resources.LeakCheck()
         self._number = 0
         # The death in the current phase, or of the worker that is dead.
         self._death: Death | None = None

@@ -17,8 +17,6 @@ from zrpc.bench.soak import calls, gradients, references, targets
 from zrpc.bench.soak.client import Client, Tally
 from zrpc.bench.soak.resources import outstanding_work, socket_directory
 
-__all__ = ["Phase", "prepare", "run_phase"]
-
 _ACTIONS = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS]
 # When a phase is over, each client must complete its action within this time: longer than the
 # timeout of a call.

@@ -9,8 +9,6 @@ from typing import Any
 
 from zrpc.bench.soak.client import Tally
 
-__all__ = ["Report"]
-
 
 @dataclass
 class Report:

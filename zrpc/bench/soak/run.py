@@ -1,17 +1,19 @@
-"""A run of the soak test: one episode after another, until the time is over."""
+"""A run of the soak test: one episode after another, until the time is over, and its progress."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TextIO
 
+from zrpc.bench.progress import open_bar
 from zrpc.bench.soak.episode import run_episode
 from zrpc.bench.soak.report import Report
 from zrpc.bench.soak.schedule import Episode, schedule_episode
 from zrpc.testing.startup import warm_up
-
-__all__ = ["run"]
 
 # Otherwise each worker would import these itself, for seconds: the soak test, and what optimizers
 # need.
@@ -43,3 +45,29 @@ def run(report: Report, seconds: float, show: Callable[[str], None]) -> None:
 
 def _show(episode: Episode, show: Callable[[str], None], what: str) -> None:
     show(f"{'elastic ' if episode.elastic else ''}mesh {episode.name}, {episode.transport}: {what}")
+
+
+@contextlib.contextmanager
+def progress(
+    report: Report, seconds: float, stream: TextIO = sys.stderr
+) -> Iterator[Callable[[str], None]]:
+    """Shows a bar on a terminal, otherwise a line for each step.
+
+    Yields a function to call with each step, until the end of the block.
+
+    Args:
+        report: the report of the run, which counts its actions.
+        seconds: the expected duration of the run.
+        stream: where to show the progress.
+    """
+    with open_bar(seconds, stream, "TimeElapsedColumn") as update:
+
+        def show(what: str) -> None:
+            taken = time.monotonic() - report.began
+            if update is None:
+                text = f"{taken:4.0f} s, {report.actions:,} actions: {what}"
+                print(text, file=stream, flush=True)
+            else:
+                update(completed=taken, description=f"{report.actions:,} actions; {what}")
+
+        yield show

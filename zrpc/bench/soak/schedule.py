@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Death", "Episode", "Pause", "schedule_episode"]
-
 # The duration of each phase.
 _PHASE_SECONDS = 3.0
 # The possible numbers of phases before the first death, and of deaths. Short episodes have more
