@@ -101,7 +101,7 @@ _SURFACE = {
         store task terminal worker""",
     "zrpc.driver": "place",
     "zrpc.drop_in": ". check",
-    "zrpc.testing": ". procfs served startup watchdog",
+    "zrpc.testing": ". procfs served stacks startup watchdog",
     "zrpc.bench": """device library link machine namespaces plot progress rows run scale session
         soak.report soak.run table""",
     "face": "api autograd backend_registry bootstrap optim",

@@ -79,7 +79,7 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"needs {name}: pip install -e '.[{name}]'")
     with Mesh(starter, name, 3) as mesh:
-        pids, directory = children(starter.pid), mesh._directory
+        pids, directory = children(starter.pid), mesh.directory
         assert len(pids) == 1
         rows = {row.name: row for row in all_rows()}
         shown = map(rows.__getitem__, (*SHOWN_ROWS, *RAYS_ROWS))

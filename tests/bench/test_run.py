@@ -31,7 +31,7 @@ def is_running(pid: int) -> bool:
 
 def test_a_mesh_leaves_nothing_behind(starter: Starter, tiny: Sampling) -> None:
     with Mesh(starter, "zrpc", 2) as mesh:
-        pids, directory = children(starter.pid), mesh._directory
+        pids, directory = children(starter.pid), mesh.directory
         assert mesh.join_seconds > 0
         assert mesh.measure("calls:empty", (), tiny, 30).value > 0
         assert directory.exists()
@@ -92,7 +92,7 @@ def test_workers_that_do_not_leave_are_killed_and_reported(starter: Starter) -> 
     with Mesh(starter, "zrpc", 2) as mesh:
         pids = children(starter.pid)
         os.kill(pids[1], signal.SIGSTOP)
-        mesh._timeout = 0.3
+        mesh.timeout = 0.3
     assert mesh.shutdown_errors == [
         "zrpc could not be shut down: the workers did not leave within 0.3 s"
     ]

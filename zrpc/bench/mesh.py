@@ -63,6 +63,8 @@ class Mesh:
     workers don't exit in time, it kills them. `shutdown_errors` reports workers that were too slow.
 
     Attributes:
+        directory: for their sockets and output; it is removed in the end.
+        timeout: as given.
         join_seconds: the seconds that the processes took to join each other.
         shutdown_errors: errors in the shutdown.
     """
@@ -84,16 +86,16 @@ class Mesh:
         self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys, device)
         self._secret = {"ZRPC_SECRET": new_secret()} if keys else {}
         self._namespaces = namespaces
-        self._timeout = timeout
+        self.timeout = timeout
         self._processes: list[_Process] = []
-        self._directory = Path()
+        self.directory = Path()
         self._paused = False
         self.join_seconds = 0.0
         self.shutdown_errors: list[str] = []
 
     def __enter__(self) -> Self:
         # The starter removes the directory if this process is killed.
-        self._directory = Path(self._starter.make_directory())
+        self.directory = Path(self._starter.make_directory())
         try:
             # A library of actors starts the other processes itself.
             alone = self._settings.participant in ACTOR_LIBRARIES
@@ -169,7 +171,7 @@ class Mesh:
     def _request_all(self, processes: list[_Process], request: str) -> None:
         for process in processes:
             send_request(process.connection, request)
-        self._receive_replies(processes, self._timeout, f"the workers did not {request}")
+        self._receive_replies(processes, self.timeout, f"the workers did not {request}")
 
     def _receive_replies(
         self, processes: list[_Process], deadline: float, failed: str
@@ -208,7 +210,7 @@ class Mesh:
         return f"worker{process.rank} {how}" + (f": {lines[-1].strip()}" if lines else "")
 
     def _start_process(self, rank: int) -> None:
-        output = self._directory / f"worker{rank}.output"
+        output = self.directory / f"worker{rank}.output"
         with output.open("wb") as log:
             task = partial(self._task, rank)
             pid, connection = start_serving(self._starter, task, log.fileno(), log.fileno())
@@ -216,7 +218,7 @@ class Mesh:
 
     def _task(self, rank: int, fd: int) -> Task:
         namespace = self._namespaces[rank] if self._namespaces else ""
-        directory = str(self._directory)
+        directory = str(self.directory)
         settings = replace(
             self._settings, rank=rank, namespace=namespace, directory=directory, socket=fd
         )
@@ -224,7 +226,7 @@ class Mesh:
             env={
                 "OMP_NUM_THREADS": "1",  # launchers set this too
                 **os.environ,
-                "ZRPC_RUNTIME_DIR": str(self._directory),
+                "ZRPC_RUNTIME_DIR": str(self.directory),
                 **self._network_variables(),
             }
         )
@@ -239,7 +241,7 @@ class Mesh:
         return dict.fromkeys(names, interface) | self._secret
 
     def _wait_for_exits(self) -> None:
-        end = time.monotonic() + self._timeout
+        end = time.monotonic() + self.timeout
         for process in self._processes:
             send_request(process.connection, "exit")
         try:
@@ -257,4 +259,4 @@ class Mesh:
                         self._starter.wait(process.pid, _EXIT_SECONDS)
             process.connection.close()
         self._processes.clear()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)

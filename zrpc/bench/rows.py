@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import replace
+from functools import partial
 
 from zrpc.bench.library import ACTOR_LIBRARIES, EVERY_LIBRARY
 from zrpc.bench.row import Group, Limit, Row, Unit
 
-# Of rows that others can measure too: all libraries; those that have streams and queues.
-_ALL = EVERY_LIBRARY
-_WITH_RAY = ("zrpc", "ray")
-_OWN = ("zrpc",)
+# Rows that all libraries can measure; those with streams and queues; zrpc alone.
+_of_all = partial(Row, libraries=EVERY_LIBRARY)
+_with_ray = partial(Row, libraries=("zrpc", "ray"))
+_own = partial(Row, libraries=("zrpc",))
 _KIB = 1024
 _MIB = 1024 * 1024
 _SIZES = {f"{number} KiB": number * _KIB for number in (4, 64)}
@@ -43,23 +44,21 @@ def _tensor_rows() -> tuple[Row, ...]:
             ("echo", "tensors:echo", 2, _zmq(size)),
         ):
             limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
-            row = Row(
+            row = _of_all(
                 f"{way}, {name}",
                 workload,
                 (size,),
                 limit=limit,
                 tcp_limit=raw,
                 device_limit=_copies(size, copies, "device copy"),
-                libraries=_ALL,
             )
             rows.append(row)
-    many = Row(
+    many = _of_all(
         "echo, 100 tensors of 1 KiB",
         "tensors:echo_many",
         (100, _KIB),
         limit=_zmq(100 * _KIB),
         device_limit=_copies(_KIB, 200, "device copy"),
-        libraries=_ALL,
     )
     return (*rows, many)
 
@@ -70,7 +69,7 @@ def _cost_rows() -> tuple[Row, ...]:
         rows += [
             Row(f"processor time of {name}", "costs:processor_time", (width,)),
             Row(f"context switches of {name}", "costs:context_switches", (width,), Unit.COUNT),
-            Row(f"messages of {name}", "costs:messages", (width,), Unit.COUNT, libraries=_OWN),
+            _own(f"messages of {name}", "costs:messages", (width,), Unit.COUNT),
         ]
     return tuple(rows)
 
@@ -87,13 +86,12 @@ def _skeleton_rows() -> tuple[Row, ...]:
         ("step of width 512", "autograd:step", "step", (512,)),
     ]
     return tuple(
-        Row(
+        _own(
             f"skeleton: {name}",
             workload,
             arguments,
             limit=Limit("skeleton", f"skeleton:{skeleton}", arguments),
             default=False,
-            libraries=_OWN,
         )
         for name, workload, skeleton, arguments in both
     )
@@ -102,14 +100,7 @@ def _skeleton_rows() -> tuple[Row, ...]:
 def _step_rows() -> tuple[Row, ...]:
     kinds = {"": 0, " of an RRef's method": 1, " of an actor's method": 2}
     return tuple(
-        Row(
-            f"steps at the {end}{kind}",
-            f"steps:{end}",
-            (number,),
-            unit=Unit.COUNT,
-            default=False,
-            libraries=_OWN,
-        )
+        _own(f"steps at the {end}{kind}", f"steps:{end}", (number,), unit=Unit.COUNT, default=False)
         for kind, number in kinds.items()
         for end in ("caller", "callee")
     )
@@ -117,15 +108,7 @@ def _step_rows() -> tuple[Row, ...]:
 
 def _floor(name: str, workload: str, bound: float, *arguments: float) -> Row:
     """Returns a row that compares two operations of zrpc, or one with a copy."""
-    return Row(
-        name,
-        f"floors:{workload}",
-        arguments,
-        Unit.COUNT,
-        libraries=_OWN,
-        bound=bound,
-        default=False,
-    )
+    return _own(name, f"floors:{workload}", arguments, Unit.COUNT, bound=bound, default=False)
 
 
 def _autograd_rows() -> tuple[Row, ...]:
@@ -157,81 +140,64 @@ def _memory_rows() -> tuple[Row, ...]:
 
 
 _CALLS = (
-    Row("empty call", "calls:empty", limit=_zmq(), libraries=_ALL),
+    _of_all("empty call", "calls:empty", limit=_zmq()),
     Row("recorded call", "calls:recorded", limit=_zmq()),
-    Row("call with a small tensor", "calls:small_tensor", limit=_zmq(), libraries=_ALL),
+    _of_all("call with a small tensor", "calls:small_tensor", limit=_zmq()),
     Row("torch operator", "calls:torch_operator", limit=_zmq()),
     Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
 )
 _CALLS_AT_ONCE = (
-    Row("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE, libraries=_ALL),
-    Row("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE, libraries=_ALL),
+    _of_all("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE),
+    _of_all("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
 )
-_FAN_OUT = Row(
+_FAN_OUT = _of_all(
     "fan-out, 1 MiB to 7 workers",
     "tensors:fan_out",
     (_MIB,),
     limit=_copies(_MIB, 7),
     tcp_limit=_zmq(_MIB, 7),
-    libraries=_ALL,
 )
 _FIRST = "first large message, 100 MB from each of 5 workers and back"
 _DROPPED = "RRefs made and dropped per second"
 _REFERENCES = (
     Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
-    Row("RRef method", "references:method", limit=_zmq(), libraries=_ALL),
-    Row("actor call", "references:actor_call", limit=_zmq(), libraries=_ALL),
-    Row(
-        "each of 1,000 actor calls in flight",
-        "references:actor_calls_in_flight",
-        (1000,),
-        libraries=_ALL,
-    ),
+    _of_all("RRef method", "references:method", limit=_zmq()),
+    _of_all("actor call", "references:actor_call", limit=_zmq()),
+    _of_all("each of 1,000 actor calls in flight", "references:actor_calls_in_flight", (1000,)),
     Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
 )
 _QUEUE = "queue, items put and taken per second"
 _BATCHES = "queue, items taken in batches of 32 per second"
 _COLLECTED = (
-    Row(_QUEUE, "items:one_by_one", (), Unit.RATE, libraries=_WITH_RAY),
-    Row(_BATCHES, "items:by_batches", (), Unit.RATE, libraries=_OWN),
-    Row("batched call, 64 callers", "items:batched", (64,), libraries=_OWN),
+    _with_ray(_QUEUE, "items:one_by_one", (), Unit.RATE),
+    _own(_BATCHES, "items:by_batches", (), Unit.RATE),
+    _own("batched call, 64 callers", "items:batched", (64,)),
 )
 _SMALL_ITEMS = "stream of 10,000 small items, items per second"
 _STREAMS = (
-    Row(
-        _SMALL_ITEMS,
-        "items:small_items",
-        (10_000,),
-        Unit.RATE,
-        _RATE,
-        libraries=_WITH_RAY,
-        bound=200_000,
-    ),
-    Row(
+    _with_ray(_SMALL_ITEMS, "items:small_items", (10_000,), Unit.RATE, _RATE, bound=200_000),
+    _with_ray(
         "stream of 100 items of 1 MiB",
         "items:large_items",
         (100, _MIB),
         limit=_copies(_MIB, 100),
         tcp_limit=_zmq(_MIB, 100),
-        libraries=_WITH_RAY,
     ),
 )
 _TO_ALL = (
-    Row(
+    _with_ray(
         "128 MiB to 7 workers by a group",
         "tensors:to_group",
         (128 * _MIB,),
         limit=_copies(128 * _MIB, 1),
         tcp_limit=_zmq(128 * _MIB, 7),
-        libraries=_WITH_RAY,
     ),
-    Row(
+    _with_ray(
         "128 MiB of weights to 7 subscribers",
         "tensors:to_subscribers",
         (128 * _MIB,),
         limit=_copies(128 * _MIB, 8),
-        libraries=_WITH_RAY,
     ),
     _floor("128 MiB to 7 workers, over a memcpy and 7 calls", "group_call", 1.6, 128 * _MIB),
 )

@@ -16,6 +16,7 @@ import zrpc
 from zrpc.bench.soak import calls, gradients, references, targets
 from zrpc.bench.soak.client import Client, Tally
 from zrpc.bench.soak.resources import outstanding_work, socket_directory
+from zrpc.testing.stacks import other_stacks, stacks_of
 
 _ACTIONS = [*calls.ACTIONS, *references.ACTIONS, *gradients.ACTIONS]
 # When a phase is over, each client must complete its action within this time: longer than the
@@ -107,11 +108,12 @@ def run_phase(phase: Phase) -> Tally:
         client.start()
     _join(clients, until + _STUCK_SECONDS)
     if any(client.is_alive() for client in clients):
-        tally.violations.append(f"{me} is stuck:\n{outstanding_work()}\n{_stacks()}")
+        tally.violations.append(f"{me} is stuck:\n{outstanding_work()}\n{other_stacks(())}")
         _join(clients, until + _STOP_SECONDS)
     for client in clients:
         if client.is_alive():
-            tally.violations.append(f"{me}: {client.client_name} does not stop: {_stack(client)}")
+            stack = stacks_of(client.client_name)
+            tally.violations.append(f"{me}: {client.client_name} does not stop: {stack}")
         elif not tally.violations:  # otherwise it would only report more of the same
             client.perform(calls.count_marks)
         tally.add(client.tally)
@@ -134,15 +136,6 @@ def _caused_by_death(text: str, doomed: str | None) -> bool:
     """Returns whether a text is about a future that an action dropped after another one failed."""
     dropped = "A call failed, and nobody waited for it" in text
     return dropped and doomed is not None and doomed in text and "Died" in text
-
-
-def _stack(thread: threading.Thread) -> str:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return "".join(traceback.format_stack(frame)) if frame is not None else "it has stopped"
-
-
-def _stacks() -> str:
-    return "\n".join(f"{thread.name}:\n{_stack(thread)}" for thread in threading.enumerate())
 
 
 class _DoomedCalls:

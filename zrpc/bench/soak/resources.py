@@ -5,7 +5,6 @@ This is the only module of the soak test that reads private attributes of the ag
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import gc
 import sys
@@ -20,6 +19,7 @@ import torch
 from zrpc.agent.current import current_agent
 from zrpc.bench.machine import read_kib
 from zrpc.bench.soak import gradients, targets
+from zrpc.runtime.allocator import give_back_freed_memory
 from zrpc.services.autograd.service import AutogradService
 from zrpc.services.rref.service import RRefService
 from zrpc.services.shm.service import SharedMemoryService
@@ -182,8 +182,7 @@ def _memory_in_use() -> int:
 
 def _resident() -> int:
     """Returns the resident bytes of this process alone, after malloc has freed what it can."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    give_back_freed_memory()
     return read_kib("/proc/self/status", "RssAnon")
 
 

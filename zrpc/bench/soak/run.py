@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TextIO
 
 from zrpc.bench.progress import open_bar
 from zrpc.bench.soak.episode import run_episode
@@ -48,9 +47,7 @@ def _show(episode: Episode, show: Callable[[str], None], what: str) -> None:
 
 
 @contextlib.contextmanager
-def progress(
-    report: Report, seconds: float, stream: TextIO = sys.stderr
-) -> Iterator[Callable[[str], None]]:
+def progress(report: Report, seconds: float) -> Iterator[Callable[[str], None]]:
     """Shows a bar on a terminal, otherwise a line for each step.
 
     Yields a function to call with each step, until the end of the block.
@@ -58,15 +55,14 @@ def progress(
     Args:
         report: the report of the run, which counts its actions.
         seconds: the expected duration of the run.
-        stream: where to show the progress.
     """
-    with open_bar(seconds, stream, "TimeElapsedColumn") as update:
+    with open_bar(seconds, "TimeElapsedColumn") as update:
 
         def show(what: str) -> None:
             taken = time.monotonic() - report.began
             if update is None:
                 text = f"{taken:4.0f} s, {report.actions:,} actions: {what}"
-                print(text, file=stream, flush=True)
+                print(text, file=sys.stderr, flush=True)
             else:
                 update(completed=taken, description=f"{report.actions:,} actions; {what}")
 
