@@ -91,23 +91,15 @@ class Report:
         return [
             [
                 f"A circle of waiting over {_workers(cycle)}: none of these can go on.",
-                *(f"{n}. {self._step(*step)}" for n, step in enumerate(self._told(cycle), 1)),
+                *(f"{n}. {step}" for n, step in enumerate(self._steps(cycle), 1)),
                 "and that is where it began.",
             ]
             for cycle in self.graph.cycles()
         ]
 
-    def circles(self) -> list[tuple[list[tuple[Node, Link]], str]]:
-        """Returns the circles and, for each, its steps as a text of one line."""
-        return [
-            (
-                cycle,
-                " ".join(
-                    f"({n}) {self._step(*step)}" for n, step in enumerate(self._told(cycle), 1)
-                ),
-            )
-            for cycle in self.graph.cycles()
-        ]
+    def in_one_line(self, cycle: Sequence[tuple[Node, Link]]) -> str:
+        """Returns a circle of the graph as a text of one line."""
+        return " ".join(f"({n}) {step}" for n, step in enumerate(self._steps(cycle), 1))
 
     def comes_back(self) -> bool:
         """Returns whether it is worth looking again, for `suspects`."""
@@ -129,7 +121,7 @@ class Report:
             if activity.cpu is None or not again or again[0].cpu != activity.cpu:
                 continue
             name = self._name(end.member)
-            steps = [self._step(*step) for step in self._told(path)]
+            steps = self._steps(path)
             steps.append(f"{name}: {self._who(end)} stands still{_at(activity.where)}.")
             found.append(
                 [
@@ -157,10 +149,10 @@ class Report:
             "cycles": self.cycles(),
         }
 
-    def _told(self, path: Sequence[tuple[Node, Link]]) -> list[tuple[Node, Link]]:
+    def _steps(self, path: Sequence[tuple[Node, Link]]) -> list[str]:
         """Returns the steps worth telling: not that a call is at its handler, or in a queue."""
         return [
-            (node, link)
+            f"{self._name(node.member)}: {self._needs(node, link)}"
             for node, link in path
             if node.kind != "request" or link.to.kind == "request" or self.graph.request(node).rests
         ]
@@ -205,9 +197,6 @@ class Report:
             asked = Node("request", node.member, activity.request)
             text += f", which runs {self._request(self.graph.request(asked))},"
         return text
-
-    def _step(self, node: Node, link: Link) -> str:
-        return f"{self._name(node.member)}: {self._needs(node, link)}"
 
     def _needs(self, node: Node, link: Link) -> str:
         if node.kind == "activity":

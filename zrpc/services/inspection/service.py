@@ -22,8 +22,8 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Handler, Service
 from zrpc.errors import RpcError, expecting
 from zrpc.runtime.thread_pool import HandlerPool
-from zrpc.services.inspection.actor_circles import WAITS, ActorCircles
 from zrpc.services.inspection.black_holes import BlackHoles
+from zrpc.services.inspection.circles import WAITS, ActorCircles
 from zrpc.services.inspection.collect import take_snapshot, where_calls_stand
 from zrpc.services.inspection.listener import NUMBERS, SELF, Listener
 from zrpc.services.inspection.questions import Questions, Standings, dump_question, read_question

@@ -242,29 +242,22 @@ def _coming(agent: Agent) -> list[tuple[Message, Any]]:
 def _ids(futures: Iterable[Any], agent: Agent) -> list[int]:
     """Returns the numbers of the outstanding calls of an agent that futures stand for."""
     known = agent.caller.calls
-    return [
-        call.call_id
-        for call in _calls(futures)
-        if call is not None and not call.settled and known.get(call.call_id) is call
-    ]
+    calls = [call for each in futures for call in _calls_of(each)]
+    return [call.call_id for call in calls if known.get(call.call_id) is call]
 
 
-def _calls(futures: Iterable[Any]) -> list[PendingCall | None]:
-    return [call for each in futures for call in _calls_of(each)]
+def _calls_of(each: Any) -> list[PendingCall]:
+    """Returns the outstanding calls that a future, or what waits for several, stands for.
 
-
-def _calls_of(each: Any) -> list[PendingCall | None]:
-    """Returns the calls that a future, a reader of streams, or `zrpc.as_completed` stands for."""
-    if isinstance(each, (Consumer, Merged)):
-        return [*each.calls]
+    The latter is a reader of streams, or `zrpc.as_completed`.
+    """
     if isinstance(each, Arrivals):
-        futures = [
-            [call for call in _calls_of(future) if call is not None and not call.settled]
-            for future in list(each.pending)
-        ]
+        futures = [_calls_of(future) for future in list(each.pending)]
         # A future that stands for no call may be done at any time, and is enough to go on.
         return [call for calls in futures for call in calls] if all(futures) else []
-    return [source._call for source in _sources(each)]
+    several = isinstance(each, (Consumer, Merged))
+    found = each.calls if several else [source._call for source in _sources(each)]
+    return [call for call in found if call is not None and not call.settled]
 
 
 def _sources(future: Any) -> list[Future[Any]]:
@@ -355,13 +348,6 @@ def _frame_of(coroutine: Any) -> FrameType | None:
     return next((frame for frame in frames if frame is not None), None)
 
 
-def _futures_awaited(chain: Sequence[Any]) -> list[Future[Any]]:
-    """Returns the future that the innermost of a chain of coroutines awaits, if it is zrpc's."""
-    if not chain or getattr(chain[-1], "gi_code", None) is not _AWAIT:
-        return []
-    return _held_by(chain[-1], Future)
-
-
 def _awaited(
     chain: Sequence[Any], task: asyncio.Task[Any] | None, wakers: Wakers
 ) -> tuple[list[Any], bool]:
@@ -375,14 +361,16 @@ def _awaited(
         if getattr(each, "cr_code", None) is _FILL
         for source in _held_by(each, (Consumer, Merged))
     ]
-    futures = _futures_awaited(chain)
+    # If the innermost coroutine awaits a future of zrpc.
+    awaits = bool(chain) and getattr(chain[-1], "gi_code", None) is _AWAIT
+    futures = _held_by(chain[-1], Future) if awaits else []
     if futures or sources:
         return [*futures, *sources], bool(sources)
     found: list[Any] = []
     one_is_enough = _is_for_first(chain)
     for other in wakers.get(getattr(task, "_fut_waiter", None), ()):
         awaited, any_of_these = _awaited(_await_chain(other.get_coro()), other, wakers)
-        if one_is_enough and all(call is None or call.settled for call in _calls(awaited)):
+        if one_is_enough and not any(map(_calls_of, awaited)):
             return [], False  # this one may be done at any time
         found += awaited
         one_is_enough = one_is_enough or any_of_these
