@@ -35,24 +35,22 @@ def calls() -> Any:
     return table()
 
 
-def test_a_handler_that_is_waited_for_begins(scope: Any) -> None:
+def test_a_handler_begins_unless_it_was_cancelled_or_its_deadline_has_passed(scope: Any) -> None:
     assert scope.begin()
     assert not scope.abandoned
     assert not scope.cancel()  # its job was no longer queued
     assert scope.abandoned
-
-
-def test_one_that_was_cancelled_does_not_begin(scope: Any) -> None:
-    assert scope.cancel()
-    assert not scope.cancel()  # once
-    assert not scope.begin()
-
-
-def test_one_whose_deadline_has_passed_does_not_begin() -> None:
+    scope = CancelScope(CALLER, 0)
+    assert [scope.cancel(), scope.cancel(), scope.begin()] == [True, False, False]
     scope = CancelScope(CALLER, 1e-9)
     assert scope.abandoned
     assert not scope.begin()
     assert scope.cancelled  # its answer is not sent
+    scope = CancelScope(CALLER, 1e-9, must_run=True)
+    assert not scope.cancel()
+    assert not scope.abandoned
+    assert scope.begin()
+    assert scope.remaining() == 0
 
 
 def test_either_it_begins_or_it_is_dropped(scope: Any) -> Any:
@@ -70,14 +68,6 @@ def test_either_it_begins_or_it_is_dropped(scope: Any) -> Any:
             together.wait()
             dropped = scope.cancel()
             assert not (dropped and begun.result())
-
-
-def test_one_that_must_run_is_not_cancelled() -> None:
-    scope = CancelScope(CALLER, 1e-9, must_run=True)
-    assert not scope.cancel()
-    assert not scope.abandoned
-    assert scope.begin()
-    assert scope.remaining() == 0
 
 
 def child_of(scope: Any, calls: Any, size: int = -1) -> Any:
@@ -125,37 +115,25 @@ def test_settled_children_are_not_kept(scope: Any, calls: Any) -> None:
     assert kept() is None
 
 
-@pytest.mark.parametrize(
-    ("own", "asked", "expected"), [(0, 0, 0), (0, 3, 3), (10, 3, 3), (10, 0, 10), (10, 30, 10)]
-)
-def test_a_nested_call_is_bounded_by_the_deadline(own: Any, asked: Any, expected: Any) -> None:
-    assert CancelScope(CALLER, own).bounded(asked) == pytest.approx(expected, abs=0.5)
-
-
-def test_after_the_deadline_a_nested_call_still_has_a_limit() -> None:
-    assert 0 < CancelScope(CALLER, 1e-9).bounded(0) < 0.01
-
-
-def test_remaining(scope: Any) -> None:
+def test_a_nested_call_is_bounded_by_the_deadline(scope: Any) -> None:
+    for own, asked, expected in ((0, 0, 0), (0, 3, 3), (10, 3, 3), (10, 0, 10), (10, 30, 10)):
+        assert CancelScope(CALLER, own).bounded(asked) == pytest.approx(expected, abs=0.5)
+    assert 0 < CancelScope(CALLER, 1e-9).bounded(0) < 0.01  # also after the deadline
     assert scope.remaining() is None
     assert 9 < CancelScope(CALLER, 10).remaining() <= 10
-    assert CancelScope(CALLER, 1e-9).remaining() == 0
 
 
-def test_a_wait_ends_with_the_scope(scope: Any) -> None:
+def test_a_wait_ends_with_the_scope_its_timeout_or_the_deadline(scope: Any) -> None:
     scope.begin()
+    begin = time.monotonic()
+    assert not scope.wait(0.02)
+    assert time.monotonic() - begin >= 0.02
     with ThreadPoolExecutor(3) as pool:
         waiting = [pool.submit(scope.wait, SOON) for _ in range(3)]
         assert all(pending(each, 0.02) for each in waiting)
         scope.cancel()
         assert all(w.result() for w in waiting)
     assert scope.wait(0)
-
-
-def test_a_wait_ends_with_its_timeout_or_the_deadline(scope: Any) -> None:
-    begin = time.monotonic()
-    assert not scope.wait(0.02)
-    assert time.monotonic() - begin >= 0.02
     assert CancelScope(CALLER, 0.02).wait(None)
     assert CancelScope(CALLER, 0.02).wait(SOON)
     assert time.monotonic() - begin < SOON

@@ -1,16 +1,18 @@
-"""The names of functions in requests, read without unpickling."""
+"""The names of functions: for people and for counts, and in requests without unpickling them."""
 
 from __future__ import annotations
 
 import functools
+import gc
 import operator
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from zrpc.calls.function_names import function_of, handler_name
+from zrpc.calls.function_names import function_of, handler_name, name_of
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
@@ -29,22 +31,16 @@ def packed(kind: Kind, body: Any) -> Message:
     return message
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
+def test_a_function_or_a_method_of_a_value() -> None:
+    for function, name in (
         (functools.reduce, "reduce"),
         (operator.add, "add"),
         (torch.nn.Linear.forward, "Linear.forward"),
         (lambda: 0, ""),
         (Dangerous().method, ""),
         (functools.partial(max, 1), ""),
-    ],
-)
-def test_a_function(function: Any, name: str) -> None:
-    assert function_of(packed(Kind.CALL, (function, (Dangerous(),), {}))) == name
-
-
-def test_a_method_of_a_value() -> None:
+    ):
+        assert function_of(packed(Kind.CALL, (function, (Dangerous(),), {}))) == name
     assert function_of(packed(Kind.METHOD, ("append", (1,), {}))) == "append"
     assert function_of(packed(Kind.REMOTE, ("append", (Dangerous(),), {}))) == "append"
 
@@ -66,19 +62,43 @@ class Reads:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("function", "name"),
-    [
+def test_a_handler_is_named_without_running_code_of_the_program() -> None:
+    request = packed(Kind.CALL, (max, (), {}))
+    for function, name in (
         (Reads(), "max"),  # the name in the message
-        (functools.wraps(test_a_function)(Reads()), "test_a_function"),
+        (functools.wraps(packed)(Reads()), "packed"),
         (Reads, "Reads"),
         (Reads().__call__, "Reads.__call__"),
         ([].append, "list.append"),
         (torch.add, "torch.add"),
         (None, "max"),
-    ],
-)
-def test_a_handler_is_named_without_running_code_of_the_program(function: Any, name: str) -> None:
-    request = packed(Kind.CALL, (max, (), {}))
-    request.scope = SimpleNamespace(function=function)
-    assert handler_name(request) == name
+    ):
+        request.scope = SimpleNamespace(function=function)
+        assert handler_name(request) == name
+
+
+def test_the_name_of_a_c_function_is_found_each_time() -> None:
+    for _ in range(2):
+        assert name_of((torch.add, (), {})) == torch.add.__qualname__
+        assert name_of((len, (), {})) == "len"
+        assert name_of(([].append, (), {})) == "list.append"
+
+
+def test_what_asks_for_no_function_has_no_name() -> None:
+    assert [name_of(body) for body in [((1, 2), ()), ((), ()), (), None]] == [""] * 4
+    assert name_of(("append", (1,), {})) == "append"
+
+
+def test_the_object_of_a_c_method_is_not_kept() -> None:
+    class Items(dict[str, int]):
+        """Has methods in C."""
+
+    items = Items()
+    gone = weakref.ref(items)
+    assert name_of((items.update, (), {})).endswith("Items.update")
+    assert name_of((Items.fromkeys, (), {})).endswith("Items.fromkeys")
+    kept = weakref.ref(Items)
+    del items, Items
+    gc.collect()
+    assert gone() is None
+    assert kept() is None

@@ -35,20 +35,16 @@ def calls() -> PendingCalls:
     return table()
 
 
-def test_each_call_gets_its_own_id(calls: PendingCalls) -> None:
-    ids = {entered_call(calls, peer=0, timeout=0).call_id for _ in range(100)}
-    assert len(ids) == len(calls) == 100
-    assert 0 not in ids  # stands for no call
-
-
-def test_a_call_is_settled_and_its_outcome_claimed_once(calls: PendingCalls) -> None:
-    call = entered_call(calls, peer=3, timeout=0)
+def test_a_call_has_an_id_and_is_settled_and_its_outcome_claimed_once(calls: PendingCalls) -> None:
+    made = [entered_call(calls, peer=3, timeout=0) for _ in range(100)]
+    assert len({call.call_id for call in made} - {0}) == len(calls) == 100  # 0 stands for no call
+    call = made[0]
     assert (call.settled, call.claim()) == (False, None)
     assert calls.settle(call.call_id, "outcome") is call
     assert calls.settle(call.call_id, "another") is None
     assert calls.settle(12345, "another") is None
     assert (call.settled, call.claim(), call.claim()) == (True, "outcome", None)
-    assert len(calls) == 0
+    assert len(calls) == 99
 
 
 @pytest.mark.parametrize(
@@ -87,18 +83,6 @@ def test_a_follower_that_there_is_no_memory_for_is_notified_in_the_next_turn() -
     assert found == ["outcome"]
 
 
-def test_a_follower_is_notified_once_it_is_settled(calls: PendingCalls) -> None:
-    call, seen = entered_call(calls, peer=0, timeout=0), []
-
-    class Follower:
-        def on_settled(self, settled: PendingCall) -> None:
-            seen.append((settled is call, settled.settled))
-
-    call.follower = Follower()
-    calls.settle(call.call_id, "outcome")
-    assert seen == [(True, True)]
-
-
 def test_held_objects_live_until_the_call_is_settled(calls: PendingCalls) -> None:
     class Thing:
         pass
@@ -114,53 +98,28 @@ def test_held_objects_live_until_the_call_is_settled(calls: PendingCalls) -> Non
     assert reference() is None
 
 
-def test_no_timeout(calls: PendingCalls) -> None:
-    call = entered_call(calls, peer=0, timeout=0)
-    assert call.deadline == NEVER
-    assert calls.earliest == NEVER
-    calls.expire(time.monotonic() + 1e9)
-    assert not call.settled
-
-
 def test_expiry(calls: PendingCalls) -> None:
     now = time.monotonic()
-    soon, late, never = (entered_call(calls, peer=0, timeout=timeout) for timeout in (1, 10, 0))
-    assert now + 1 <= calls.earliest == soon.deadline
+    never = entered_call(calls, peer=0, timeout=0)
+    assert never.deadline == calls.earliest == NEVER
+    soon, late = (entered_call(calls, peer=0, timeout=timeout) for timeout in (0.1, 10))
+    assert now + 0.1 <= calls.earliest == soon.deadline
     calls.expire(now)
     assert not soon.settled
     calls.expire(soon.deadline)
-    assert soon.settled
-    assert not late.settled
-    assert calls.earliest == late.deadline
-    calls.postpone(5.0)
-    calls.expire(late.deadline - 1)
-    assert not late.settled
-    calls.expire(late.deadline + 1)
-    assert late.settled
-    assert calls.earliest == NEVER
-    assert len(calls) == 1
-    assert not never.settled
-
-
-def test_the_error_of_a_timeout(calls: PendingCalls) -> None:
-    call = entered_call(calls, peer=0, timeout=0.1)
-    calls.expire(call.deadline)
-    error = call.claim()
+    error = soon.claim()
     assert isinstance(error, RpcTimeoutError)
     assert str(error) == (
         "RPC ran for more than set timeout (100 ms) and will now be marked with an error: "
         "a request on rank 0. This is the timeout of the call itself"
     )
-
-
-def test_the_calls_to_one_peer_fail(calls: PendingCalls) -> None:
-    to_0, to_1 = entered_call(calls, peer=0, timeout=0), entered_call(calls, peer=1, timeout=0)
-    calls.fail(lambda call: WorkerDied(f"peer {call.peer}"), peer=MemberId(0))
-    assert str(to_0.claim()) == "peer 0"
-    assert not to_1.settled
-    calls.fail(lambda call: WorkerDied("all"))
-    assert str(to_1.claim()) == "all"
-    assert len(calls) == 0
+    assert calls.earliest == late.deadline
+    calls.postpone(5.0)
+    calls.expire(late.deadline - 1)
+    assert not late.settled
+    calls.expire(time.monotonic() + 1e9)
+    assert late.settled
+    assert (calls.earliest, len(calls), never.settled) == (NEVER, 1, False)
 
 
 def test_a_call_to_a_peer_that_is_lost_is_not_sent() -> None:
@@ -298,27 +257,15 @@ def answer(calls: PendingCalls, call: PendingCall) -> None:
     assert calls.settle(call.call_id, "answer") is call
 
 
-def test_calls_that_fit_go_at_once() -> None:
-    calls = table(10 * KIB)
-    sent = [Sender(calls).send(4 * KIB) for _ in range(2)]
-    assert {call.state for call in sent} == {State.SENDING}
-    assert bytes_in_flight(calls) == 10 * KIB
-    for call in sent:
-        answer(calls, call)
-    assert bytes_in_flight(calls) == 0
-
-
-def test_one_call_may_be_larger_than_the_limit() -> None:
-    calls = table(KIB)
-    call = Sender(calls).send(1000 * KIB)
-    assert call.state is State.SENDING
-    answer(calls, call)
-    assert bytes_in_flight(calls) == 0
-
-
-def test_no_limit() -> None:
-    calls = table(0)
-    assert {Sender(calls).send(1000 * KIB).state for _ in range(5)} == {State.SENDING}
+def test_calls_that_fit_go_at_once_and_one_that_is_larger_than_the_limit() -> None:
+    for limit, sizes in ((10 * KIB, [4 * KIB] * 2), (KIB, [1000 * KIB]), (0, [1000 * KIB] * 5)):
+        calls = table(limit)
+        sent = [Sender(calls).send(size) for size in sizes]
+        assert {call.state for call in sent} == {State.SENDING}
+        assert bytes_in_flight(calls) == (sum(sizes) + len(sizes) * KIB if limit else 0)
+        for call in sent:
+            answer(calls, call)
+        assert bytes_in_flight(calls) == 0
 
 
 def test_first_come_first_served() -> None:
@@ -332,11 +279,10 @@ def test_first_come_first_served() -> None:
     assert bytes_in_flight(calls) == 10 * KIB
 
 
-@pytest.mark.parametrize("other", [{"peer": 2}, {"caller": 7}])
-def test_other_peers_and_handlers_have_room_of_their_own(other: dict[str, Any]) -> None:
+def test_other_peers_and_handlers_have_room_of_their_own() -> None:
     calls = table(10 * KIB)
-    Sender(calls).send(9 * KIB)
-    assert Sender(calls).send(9 * KIB, **other).state is State.SENDING
+    for other in ({}, {"peer": 2}, {"caller": 7}):
+        assert Sender(calls).send(9 * KIB, **other).state is State.SENDING
 
 
 @pytest.mark.parametrize("by_io_thread", [False, True])

@@ -1,12 +1,17 @@
-"""The requests that a worker has not answered: which of them are dropped as they arrive."""
+"""The requests that are not answered: which are dropped, and which calls may begin at the end."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from zrpc.calls.last_calls import LastCalls
 from zrpc.calls.pending_requests import PendingRequests
+from zrpc.errors import NotInitializedError
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.wire.kind import Kind
+from zrpc.runtime.thread_pool import HandlerPool
+from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -18,8 +23,8 @@ def requests() -> PendingRequests:
     return PendingRequests({CALLER: WorkerInfo("worker1", 1)})
 
 
-def request(call_id: int) -> Message:
-    return Message(Kind.CALL, call_id, sender=CALLER)
+def request(call_id: int, **more: Any) -> Message:
+    return Message(Kind.CALL, call_id, sender=CALLER, **more)
 
 
 def test_a_request_that_was_cancelled_before_it_came_is_dropped(requests: PendingRequests) -> None:
@@ -35,3 +40,16 @@ def test_requests_are_dropped_that_come_while_the_worker_leaves(requests: Pendin
     late = requests.accept(request(2))
     assert (before.cancelled, late.cancelled) == (True, True)
     assert not requests
+
+
+def test_once_all_have_called_shutdown_a_thread_that_waits_for_none_of_its_calls_is_stopped(
+    requests: PendingRequests,
+) -> None:
+    calls = LastCalls(requests, HandlerPool(1, "callbacks"), 60)
+    requests.accept(request(1, attachments={Tag.HOPS: 1}))
+    assert calls.check() == 2
+    with pytest.raises(NotInitializedError, match="have called shutdown"):
+        list(iter(calls.check, None))
+    # Any number may be made for a handler that no such thread has brought about.
+    requests.accept(request(2, attachments={Tag.HOPS: 0}))
+    assert {calls.check() for _ in range(2000)} == {1}
