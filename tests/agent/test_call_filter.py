@@ -59,28 +59,20 @@ def tags(record: Any) -> tuple[str, str, str, str]:
     return record.rank, record.worker, function, caller
 
 
-@pytest.mark.parametrize("function", [logs, logs_in_a_coroutine])
-def test_record_of_a_handler_names_worker_and_call(
-    mesh: Mesh, seen: dict[str, Any], function: Any
-) -> None:
-    mesh.run(0, zrpc.rpc_sync, 1, function, ("in a handler",))
-    assert tags(seen["in a handler"]) == ("1", "worker1", function.__name__, "worker0")
-
-
 @pytest.mark.zrpc(workers=3)
-def test_nested_call_is_the_innermost_and_numbers_tell_calls_apart(
-    mesh: Mesh, seen: dict[str, Any]
-) -> None:
+def test_a_record_names_the_worker_and_the_innermost_call(mesh: Mesh, seen: dict[str, Any]) -> None:
+    for function in (logs, logs_in_a_coroutine):
+        mesh.run(0, zrpc.rpc_sync, 1, function, ("in a handler",))
+        assert tags(seen["in a handler"]) == ("1", "worker1", function.__name__, "worker0")
     mesh.run(0, zrpc.rpc_sync, 1, calls_one_that_logs, ("worker2", "nested"))
     assert tags(seen["nested"]) == ("2", "worker2", "logs", "worker1")
     for text in ("one", "two"):
         mesh.run(0, zrpc.rpc_sync, 1, logs, (text,))
     assert seen["one"].call != seen["two"].call
-
-
-def test_outside_of_handlers_there_is_no_call(mesh: Mesh, seen: dict[str, Any]) -> None:
     mesh.run(1, logs, "in the script")
     assert tags(seen["in the script"]) == ("1", "worker1", "", "")
+    mesh.run(0, zrpc.rpc_sync, 1, logs_its_own_rank, ("extra",))
+    assert (seen["extra"].rank, seen["extra"].worker) == ("mine", "worker1")
 
 
 def test_outside_of_a_mesh_the_rank_is_that_of_the_environment(
@@ -92,12 +84,6 @@ def test_outside_of_a_mesh_the_rank_is_that_of_the_environment(
     logs("before init_rpc")
     assert tags(seen["alone"]) == ("", "", "", "")
     assert tags(seen["before init_rpc"]) == ("3", "", "", "")
-
-
-def test_attribute_of_the_program_is_kept(mesh: Mesh, seen: dict[str, Any]) -> None:
-    mesh.run(0, zrpc.rpc_sync, 1, logs_its_own_rank, ("extra",))
-    assert seen["extra"].rank == "mine"
-    assert seen["extra"].worker == "worker1"
 
 
 def test_record_of_zrpc_has_them_without_the_filter(

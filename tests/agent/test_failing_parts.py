@@ -10,47 +10,45 @@ import pytest
 import zrpc
 from tests.support.gates import Gate
 from tests.support.waiting import SOON, until
+from zrpc.agent.service import Service
 from zrpc.errors import ProtocolError
 from zrpc.testing import Mesh
 from zrpc.transport.chunks import remnant
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 
-def test_the_other_parts_of_a_tick_go_on_if_one_fails(
-    mesh: Mesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.zrpc(workers=3)
+def test_what_one_service_makes_of_a_tick_or_a_loss_keeps_nothing_else_from_it(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
 ) -> None:
-    agent, failed, gone_on = mesh.agent(0), threading.Event(), threading.Event()
+    agent, ticked, lost, told = mesh.agent(1), *(threading.Event() for _ in range(3))
 
-    def fail() -> None:
-        failed.set()
-        raise KeyError("on purpose")
+    class Fails(Service):
+        def tick(self) -> None:
+            raise KeyError("on purpose")
 
-    def go_on() -> None:
-        if failed.is_set():
-            gone_on.set()
+        def on_member_lost(self, member: MemberId) -> None:
+            raise KeyError(member)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(agent.outbox, "retry", go_on)
-        patch.setattr(agent.peers, "tick", fail)
-        assert gone_on.wait(SOON)
+    class GoesOn(Service):
+        def tick(self) -> None:
+            ticked.set()
+
+        def on_member_lost(self, member: MemberId) -> None:
+            lost.set()
+
+    before = len(agent.services)
+    agent.services += [Fails(agent), GoesOn(agent)]
+    agent.lost.add(lambda _: told.set())
+    assert ticked.wait(SOON)
+    mesh.agent(2).shutdown(graceful=False)
+    assert lost.wait(SOON)
+    assert told.wait(SOON)
     assert "a part of a tick failed" in caplog.text
     assert "on purpose" in caplog.text
-
-
-@pytest.mark.zrpc(workers=3)
-def test_what_one_service_makes_of_a_loss_keeps_nothing_else_from_it(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent, told = mesh.agent(1), threading.Event()
-
-    def fail(_: object) -> None:
-        raise KeyError("on purpose")
-
-    monkeypatch.setattr(next(iter(agent.services)), "on_member_lost", fail)
-    agent.lost.add(lambda _: told.set())
-    mesh.agent(2).shutdown(graceful=False)
-    assert told.wait(SOON)
+    del agent.services[before:]
 
 
 @pytest.mark.zrpc(workers=3)

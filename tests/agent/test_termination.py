@@ -199,9 +199,12 @@ class Mesh:
 
 
 STEPS = ("work", "work", "rest", "begin", "look", "look", "deliver", "deliver", "deliver")
-WITH_LOSSES = (*STEPS, "kill", "notice", "lose rest")
-WITH_LOST_WORDS = (*STEPS, "remind", "lose word", "lose word")
-WITH_CUTS = (*STEPS, "cut", "notice", "notice", "agree", "kill", "remind")
+SCHEDULES = {
+    "work": STEPS,
+    "deaths": (*STEPS, "kill", "notice", "lose rest"),
+    "lost messages": (*STEPS, "remind", "lose word", "lose word"),
+    "cuts": (*STEPS, "cut", "notice", "notice", "agree", "kill", "remind"),
+}
 
 
 def schedules(steps: Any) -> Any:
@@ -242,21 +245,15 @@ def run(size: Any, schedule: Any, seed: Any) -> None:
     mesh.finish(random.Random(seed))
 
 
-thorough = settings(max_examples=200)
-
-
 @pytest.mark.system
-@thorough
-@given(st.integers(1, 5), schedules(STEPS), st.integers(0, 2**16))
-def test_all_leave_but_not_before_all_work_is_done(size: Any, schedule: Any, seed: Any) -> None:
-    run(size, schedule, seed)
-
-
-@pytest.mark.system
-@thorough
-@given(st.integers(2, 5), schedules(WITH_LOSSES), st.integers(0, 2**16))
-def test_living_workers_leave_after_any_deaths(size: Any, schedule: Any, seed: Any) -> None:
-    run(size, schedule, seed)
+@pytest.mark.parametrize("steps", SCHEDULES.values(), ids=SCHEDULES)
+@settings(max_examples=200)
+@given(st.integers(1, 6), st.data(), st.integers(0, 2**16))
+def test_all_that_live_leave_but_not_before_all_work_is_done(
+    steps: Any, size: int, data: st.DataObject, seed: int
+) -> None:
+    """And none before all that it has not lost have begun to shut down."""
+    run(size, data.draw(schedules(steps)), seed)
 
 
 def test_the_others_leave_if_a_leader_dies_that_has_let_only_one_go() -> None:
@@ -266,43 +263,22 @@ def test_the_others_leave_if_a_leader_dies_that_has_let_only_one_go() -> None:
     run(5, [rest, kill, *work, ("work", 11, 4), *later, kill], 28643)
 
 
-@pytest.mark.system
-@thorough
-@given(st.integers(2, 5), schedules(WITH_LOST_WORDS), st.integers(0, 2**16))
-def test_all_leave_after_any_lost_messages(size: Any, schedule: Any, seed: Any) -> None:
-    run(size, schedule, seed)
-
-
-@pytest.mark.system
-@thorough
-@given(st.integers(2, 6), schedules(WITH_CUTS), st.integers(0, 2**16))
-def test_all_leave_though_some_have_lost_each_other(size: Any, schedule: Any, seed: Any) -> None:
-    """And none before all that it has not lost have begun to shut down."""
-    run(size, schedule, seed)
-
-
 # -- single steps --------------------------------------------------------------------------
 
 
-def test_the_leader_knows_which_ranks_are_missing() -> None:
+def test_the_leader_knows_which_ranks_are_missing_and_what_does_not_count() -> None:
+    """The loss of a stranger or of itself, a stranger's word, and the counts that nobody asks."""
     leader = Termination(0, range(4))
     leader.begin()
     leader.receive(2, TerminationMessage(Step.JOIN))
     assert leader.missing == [1, 3]
     leader.on_member_lost(3)
-    assert leader.missing == [1]
-    assert Termination(1, range(4)).missing == []
-
-
-def test_what_does_not_count() -> None:
-    """The loss of a stranger or of itself, a stranger's word, and the counts that nobody asks."""
-    leader = Termination(0, [0, 1])
-    leader.begin()
     assert leader.on_member_lost(5) == leader.on_member_lost(0) == []
     assert leader.receive(7, TerminationMessage(Step.JOIN)) == []
     assert leader.waits_for_all
     assert leader.missing == [1]
-    assert Termination(1, [0, 1]).idle(3, 3) == []
+    other = Termination(1, range(4))
+    assert other.missing == other.idle(3, 3) == []
 
 
 def test_counts_of_an_earlier_round_do_not_count() -> None:
@@ -315,17 +291,9 @@ def test_counts_of_an_earlier_round_do_not_count() -> None:
     assert not leader.asked  # it waits for the counts of this round
 
 
-@pytest.mark.system
-@given(
-    st.builds(
-        TerminationMessage,
-        st.sampled_from(Step),
-        st.integers(0, 2**32 - 1),
-        st.integers(0, 2**64 - 1),
-        st.integers(0, 2**64 - 1),
-    )
-)
-def test_messages_survive_as_bytes(message: Any) -> None:
+@given(st.sampled_from(Step), st.integers(0, 2**32 - 1), *[st.integers(0, 2**64 - 1)] * 2)
+def test_messages_survive_as_bytes(step: Step, number: int, sent: int, received: int) -> None:
+    message = TerminationMessage(step, number, sent, received)
     assert TerminationMessage.parse(message.pack()) == message
 
 
