@@ -110,16 +110,15 @@ def test_close_cancels_coroutines_and_closes_async_generators(loop: EventLoop) -
     assert threads() == []
 
 
-def test_close_without_a_thread_and_twice(loop: EventLoop) -> None:
-    loop.close(SOON)
-    loop.close(SOON)
+def test_close_without_a_thread_and_twice_and_from_the_loop_itself(loop: EventLoop) -> None:
+    other = EventLoop("test-loop", contextvars.Context())
+    other.close(SOON)
+    other.close(SOON)
     coroutine = where()
     with pytest.raises(RuntimeError, match="shutting down"):
-        loop.run(coroutine, contextvars.Context())
+        other.run(coroutine, contextvars.Context())
     coroutine.close()
 
-
-def test_close_from_the_loop_itself(loop: EventLoop) -> None:
     async def close() -> str:
         loop.close(SOON)
         return "closed"

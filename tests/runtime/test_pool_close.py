@@ -23,26 +23,20 @@ def test_close_waits_for_jobs_and_drops_those_queued(make_pool: MakePool, jobs: 
     assert ran == []
 
 
-def test_close_can_finish_queued_jobs(make_pool: MakePool, jobs: Jobs) -> None:
-    pool, done = make_pool(1), []
-    jobs.fill(pool, 1)
-    for number in range(10):
-        pool.submit(lambda number=number: done.append(number))
-    jobs.go.set()
-    assert pool.close(SOON, finish=True)
-    pool.submit(lambda: done.append("late"))
-    assert pool.active == 0
-    assert done == list(range(10))
-
-
-def test_close_finishes_only_what_its_timeout_allows(make_pool: MakePool, jobs: Jobs) -> None:
-    pool, done = make_pool(1), []
-    jobs.fill(pool, 1)
-    pool.submit(lambda: done.append("late"))
-    assert not pool.close(0.01, finish=True)
-    jobs.go.set()
-    assert pool.close(SOON)
-    assert done == []
+def test_close_can_finish_queued_jobs_as_far_as_its_timeout_allows(make_pool: MakePool) -> None:
+    for seconds in (SOON, 0.01):
+        pool, jobs, done = make_pool(1), Jobs(), list[int]()
+        jobs.fill(pool, 1)
+        for number in range(10):
+            pool.submit(partial(done.append, number))
+        if seconds == SOON:
+            jobs.go.set()
+        assert pool.close(seconds, finish=True) is (seconds == SOON)
+        jobs.go.set()
+        assert pool.close(SOON)
+        pool.submit(partial(done.append, 10))
+        assert pool.active == 0
+        assert done == [*range(10)] * (seconds == SOON)
 
 
 class Held:

@@ -138,19 +138,14 @@ class FailsAtTheEnd(Service):
         raise Failure
 
 
-FIXED = {"rank": 0, "world_size": 1}
-
-
-def test_a_start_that_fails_restores_the_interval() -> None:
-    for mesh in (FIXED, {"rank": None, "world_size": None}):
+def test_a_start_or_a_shutdown_that_fails_restores_the_interval() -> None:
+    fixed: dict[str, Any] = {"rank": 0, "world_size": 1}
+    for mesh in (fixed, {"rank": None, "world_size": None}):
         for service in (fails, FailsToStart):
             with pytest.raises(Failure):
                 join_mesh("worker", store=HashStore(), services=[service], **mesh)
             assert current() == BEFORE
-
-
-def test_a_shutdown_that_fails_restores_the_interval() -> None:
-    agent = join_mesh("worker", store=HashStore(), services=[FailsAtTheEnd], **FIXED)
+    agent = join_mesh("worker", store=HashStore(), services=[FailsAtTheEnd], **fixed)
     assert current() == 0.001
     with pytest.raises(Failure):
         agent.shutdown(graceful=False)

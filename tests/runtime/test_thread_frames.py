@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 import threading
+from types import FrameType
 
 from zrpc.runtime.thread_frames import thread_frames
 
@@ -21,23 +21,16 @@ def test_there_is_the_frame_of_each_thread() -> None:
 
 
 def test_no_garbage_is_collected_meanwhile() -> None:
-    lines, first = inspect.getsourcelines(thread_frames)
-    [look] = [first + n for n, line in enumerate(lines) if "return sys._current_frames()" in line]
-    collected_at = set()
+    enabled = []
 
-    def note(phase: str, _: object) -> None:
-        frame = sys._getframe(1)
-        if frame.f_code is thread_frames.__code__:
-            collected_at.add(frame.f_lineno)
+    def note(_: FrameType, event: str, function: object) -> None:
+        if event == "c_call" and function is sys._current_frames:
+            enabled.append(gc.isenabled())
 
-    threshold = gc.get_threshold()
-    gc.callbacks.append(note)
-    gc.set_threshold(1, 1, 1)
+    sys.setprofile(note)
     try:
-        for _ in range(20):
-            thread_frames()
+        thread_frames()
     finally:
-        gc.set_threshold(*threshold)
-        gc.callbacks.remove(note)
-    assert look not in collected_at
+        sys.setprofile(None)
+    assert enabled == [False]
     assert gc.isenabled()

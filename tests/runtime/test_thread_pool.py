@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from tests.runtime.pool_jobs import Jobs, MakePool, closed_gate, done
+from tests.runtime.pool_jobs import Jobs, MakePool, admitted, closed_gate, done
 from tests.support.recursion import call_with_frames_left
 from tests.support.threads import no_more_threads, start_all
 from tests.support.waiting import SOON, until
@@ -85,14 +86,12 @@ def test_a_job_that_another_one_ends_with_is_the_next_in_its_thread(make_pool: M
     assert pool.load(0).threads == 1
 
 
-def test_of_several_jobs_that_one_ends_with_the_others_run_beside_it(make_pool: MakePool) -> None:
-    pool, both = make_pool(4), threading.Barrier(3)
+def test_other_jobs_that_one_ends_with_run_beside_it_and_outside_of_a_pool_as_any(
+    make_pool: MakePool,
+) -> None:
+    pool, both, over = make_pool(4), threading.Barrier(3), threading.Event()
     pool.submit(partial(end_with, lambda: [pool.submit(partial(both.wait, SOON)) for _ in "ab"]))
     both.wait(SOON)
-
-
-def test_outside_of_a_pool_a_last_job_is_submitted_as_any_other(make_pool: MakePool) -> None:
-    pool, over = make_pool(4), threading.Event()
     end_with(partial(pool.submit, over.set))
     assert over.wait(SOON)
 
@@ -230,14 +229,86 @@ def test_a_log_handler_may_make_calls_when_the_system_refuses_a_thread(
         thread_pool.logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize("left", range(2, 40, 2))
 def test_a_job_that_is_submitted_near_the_recursion_limit_takes_no_place(
-    make_pool: MakePool, left: int
+    make_pool: MakePool,
 ) -> None:
-    pool, ran = make_pool(1), []
-    submitted = call_with_frames_left(left, lambda: pool.submit(lambda: ran.append("first")))
-    pool.submit(lambda: ran.append("second"))
-    pool.relieve()  # as an agent does ten times a second
-    done(pool)
-    assert ran[-1] == "second"
-    assert len(ran) == 2 or not submitted
+    pool = make_pool(1)
+    for left in range(2, 40, 2):
+        ran: list[str] = []
+        first, second = partial(ran.append, "first"), partial(ran.append, "second")
+        submitted = call_with_frames_left(left, partial(pool.submit, first))
+        pool.submit(second)
+        pool.relieve()  # as an agent does ten times a second
+        done(pool)
+        assert ran[-1] == "second"
+        assert len(ran) == 2 or not submitted
+
+
+# -- threads from outside that run its jobs, and threads of its own that receive --------------
+
+
+def test_a_guest_runs_jobs_queued_behind_its_own_but_not_after_a_long_one(
+    make_pool: MakePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for quick_seconds, expected in ((SOON, True), (0.0, False)):
+        monkeypatch.setattr(thread_pool, "QUICK_JOB_SECONDS", quick_seconds)
+        pool, ran_here, done = make_pool(1), [], threading.Event()
+        me = admitted(pool)
+
+        def note(ran_here: list[bool] = ran_here, me: int = me) -> None:
+            ran_here.append(threading.get_ident() == me)
+
+        for _ in range(3):
+            pool.submit(note)
+        pool.submit(done.set)
+        pool.run_as_guest(me, [partial(time.sleep, 0.0001)])
+        assert done.wait(SOON)
+        assert ran_here == [expected] * 3
+
+
+def test_jobs_queued_behind_a_waiting_guest_run_meanwhile(make_pool: MakePool) -> None:
+    pool, gate, results = make_pool(1), closed_gate(), []
+    me = admitted(pool)
+    pool.submit(gate.release)  # nobody else opens it
+    pool.run_as_guest(me, [lambda: results.append(pass_gate(gate, SOON))])
+    assert results == [True]
+
+
+def test_a_guests_job_is_freed_before_the_next_one_runs(make_pool: MakePool) -> None:
+    pool, found, gone, argument = make_pool(1), [], threading.Event(), threading.Event()
+    me = admitted(pool)
+    weakref.finalize(argument, gone.set)
+    jobs = [partial(argument.is_set)]
+    del argument
+    pool.submit(lambda: found.append(gone.is_set()))
+    pool.run_as_guest(me, jobs)
+    assert found == [True]
+
+
+def test_a_waiting_thread_may_receive_for_itself(make_pool: MakePool) -> None:
+    def job() -> None:
+        def note(gate: threading.Lock, timeout: float) -> None:
+            found.append(("received", timeout))
+
+        found.append(pass_gate(closed_gate(), SOON, lambda gate, timeout: gate.release()))
+        found.append(pass_gate(closed_gate(), 0, note))
+        found.append(pass_gate(threading.Lock(), SOON, note))  # it is open
+        ended.set()
+
+    for run in (make_pool(1).submit, lambda job: job()):
+        ended, found = threading.Event(), []
+        run(job)
+        assert ended.wait(SOON)
+        assert found == [True, ("received", 0), False, True]
+
+
+def test_others_run_while_a_thread_receives(make_pool: MakePool) -> None:
+    pool, ran = make_pool(1), threading.Event()
+
+    def receive(gate: threading.Lock, timeout: float) -> None:
+        pool.submit(ran.set)
+        assert ran.wait(SOON)
+        gate.release()
+
+    pool.submit(lambda: pass_gate(closed_gate(), SOON, receive))
+    assert ran.wait(SOON)
