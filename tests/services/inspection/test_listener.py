@@ -84,11 +84,6 @@ def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
     assert asked.questions == [SELF]
 
 
-def test_a_visitor_that_asks_nothing_or_too_much_is_sent_away(asked: Asked, tmp_path: Path) -> None:
-    for sent in (b"", b"x" * 1000):
-        is_sent_away(asked, tmp_path, sent)
-
-
 def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
     """Checks that a visitor who sends this gets no answer, and that its question is not asked."""
     with visit(path) as connection:
@@ -99,9 +94,11 @@ def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
     assert asked.questions == []
 
 
-def test_a_visitor_that_says_nothing_is_sent_away(
+def test_a_visitor_is_sent_away_that_asks_nothing_or_too_much_or_does_not_end(
     asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for sent in (b"", b"x" * 1000):
+        is_sent_away(asked, tmp_path, sent)
     monkeypatch.setattr(listening, "STEP_SECONDS", 0.01)
     with visit(tmp_path) as connection:
         asked.listener.admit()
@@ -158,13 +155,18 @@ def _read(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.zrpc(options={"transport": "tcp"})
-def test_a_worker_is_asked_also_if_the_mesh_uses_tcp(mesh: Mesh) -> None:
+def test_a_worker_is_asked_also_if_the_mesh_uses_tcp_and_its_snapshot_travels(mesh: Mesh) -> None:
     [answer] = ask([directory(mesh)], SOON)
     [snapshot] = answer.snapshots
     assert (snapshot.member, snapshot.name) == (0, "worker0")
     assert snapshot.pid == answer.pid == os.getpid()
     assert [member.name for member in snapshot.members] == ["worker0", "worker1"]
     assert stat.S_IMODE(directory(mesh).stat().st_mode) == 0o700
+    dumped = snapshot.dump()
+    assert Snapshot.parse(dumped) == snapshot
+    for wrong in (b"[]", b"{}", b'{"format": 4}', b"x", dumped.replace(b"member", b"rebmem")):
+        with pytest.raises(ValueError, match=r"expected|Expecting"):
+            Snapshot.parse(wrong)
 
 
 def test_meshes_are_distinguished_wherever_their_sockets_are(
@@ -256,6 +258,7 @@ def test_nothing_is_left(mesh: Mesh) -> None:
     assert not path.exists()
     assert _read(connection) == b""
     connection.close()
+    assert ask([path], SOON)[0].problem == "it can't be asked: it is starting or exiting"
 
 
 @pytest.mark.system
@@ -271,28 +274,3 @@ def test_workers_answer_in_the_longest_directory_that_leaves_room_for_sockets(
         assert [path.parent for path in paths] == [parent, parent]
         assert [answer.problem for answer in ask(paths, SOON)] == ["", ""]
         mesh.shutdown()
-
-
-def test_a_snapshot_travels(mesh: Mesh) -> None:
-    [answer] = ask([directory(mesh)], SOON)
-    [snapshot] = answer.snapshots
-    assert Snapshot.parse(snapshot.dump()) == snapshot
-    for wrong in (
-        b"[]",
-        b"{}",
-        b'{"format": 4}',
-        b"x",
-        snapshot.dump().replace(b"member", b"rebmem"),
-    ):
-        with pytest.raises(ValueError, match=r"expected|Expecting"):
-            Snapshot.parse(wrong)
-
-
-def test_a_worker_that_does_not_answer_is_reported_so(tmp_path: Path) -> None:
-    silent = Listener(tmp_path, contextvars.Context(), "test-visit", lambda _: ())
-    [answer] = ask([tmp_path], 0.1)
-    silent.close()
-    assert answer.pid == os.getpid()
-    assert answer.problem.startswith("no answer within 0.1 s: its Python does not get to run")
-    [answer] = ask([tmp_path], 0.1)
-    assert answer.problem == "it can't be asked: it is starting or exiting"

@@ -17,10 +17,12 @@ import pytest
 import zmq
 
 import zrpc
+from tests.services.inspection.doors import knock
+from tests.support.gates import Gate
 from tests.support.observed import ask_often
 from tests.support.refusals import refusing
 from tests.support.targets import echo
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.services.inspection.service import InspectionService
@@ -33,7 +35,6 @@ from zrpc.wire.message import Message
 pytestmark = pytest.mark.zrpc(workers=2, faults=True, options={"shared_memory": 0})
 
 OFTEN = 0.05
-SOON = 10.0
 SMALL, LARGE = b"x", b"x" * BULK_BYTES
 
 
@@ -57,25 +58,10 @@ def often(mesh: Mesh) -> None:
     ask_often(mesh, OFTEN)
 
 
-@pytest.fixture(autouse=True)
-def closed_gate() -> None:
-    for event in (gate, entered):
-        event.clear()
-
-
 @pytest.fixture
 def caller(mesh: Mesh) -> Any:
     with mesh.agent(0).as_current():
         yield mesh
-
-
-gate, entered = threading.Event(), threading.Event()
-
-
-def wait() -> str:
-    entered.set()
-    assert gate.wait(SOON)
-    return "done"
 
 
 def echo_late(value: Any, seconds: float) -> Any:
@@ -98,7 +84,11 @@ def unasked(mesh: Mesh) -> Iterator[None]:
 @pytest.mark.system
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["call", "answer"])
-def test_a_wait_for_a_lost_message_fails(caller: Mesh, way: tuple[int, int], value: bytes) -> None:
+def test_a_wait_for_a_lost_message_fails_and_others_go_on(
+    caller: Mesh, door: Gate, way: tuple[int, int], value: bytes
+) -> None:
+    before = zrpc.rpc_async(1, knock, timeout=0)
+    door.await_entry()
     assert zrpc.rpc_sync(1, echo, (value,)) == value
     with unasked(caller), faults.drop(caller, *way) as fault:
         future = zrpc.rpc_async(1, echo, (value,), timeout=0)
@@ -106,20 +96,9 @@ def test_a_wait_for_a_lost_message_fails(caller: Mesh, way: tuple[int, int], val
     with pytest.raises(zrpc.RpcError, match=r"is lost.*may run twice"):
         future.wait()
     assert zrpc.rpc_sync(1, echo, (value,)) == value
-
-
-@pytest.mark.system
-def test_the_others_go_on(caller: Mesh) -> None:
-    before = zrpc.rpc_async(1, wait, timeout=0)
-    assert entered.wait(SOON)
-    with unasked(caller), faults.drop(caller, 0, 1) as fault:
-        lost = zrpc.rpc_async(1, echo, (1,), timeout=0)
-        until(lambda: fault.happened == 1)
-    with pytest.raises(zrpc.RpcError, match="is lost"):
-        lost.wait()
     assert not before.done()
-    gate.set()
-    assert before.wait() == "done"
+    door.open()
+    assert before.wait() == "in"
 
 
 @pytest.mark.system
@@ -178,14 +157,14 @@ def test_nothing_is_asked_while_messages_wait_for_descriptors(caller: Mesh) -> N
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"shared_memory": 0, "max_bytes_in_flight": 10_000})
-def test_what_waits_for_room_is_not_lost(caller: Mesh) -> None:
-    first = zrpc.rpc_async(1, wait, timeout=0)
-    assert entered.wait(SOON)
+def test_what_waits_for_room_is_not_lost(caller: Mesh, door: Gate) -> None:
+    first = zrpc.rpc_async(1, knock, timeout=0)
+    door.await_entry()
     second = caller.submit(0, zrpc.rpc_sync, 1, len, (bytes(9_990),), timeout=0)
     time.sleep(10 * OFTEN)  # several questions
     assert not second.done()
-    gate.set()
-    assert (first.wait(), second.result(SOON)) == ("done", 9_990)
+    door.open()
+    assert (first.wait(), second.result(SOON)) == ("in", 9_990)
 
 
 def test_words_of_nonsense_are_refused(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:

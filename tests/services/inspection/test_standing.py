@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.services.inspection.doors import knock, knock_and_await, knock_and_return, knock_at
+from tests.services.inspection.doors import knock
 from tests.support.gates import Gate
 from tests.support.observed import ask_often
 from tests.support.waiting import until
@@ -61,13 +61,14 @@ def test_a_time_out_says_behind_what_a_call_is_queued(mesh: Mesh, door: Gate) ->
 
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_a_time_out_says_that_the_pool_is_busy(caller: Mesh, door: Gate) -> None:
-    """Also that of a call which is too young to be asked about."""
-    futures = [zrpc.rpc_async("worker1", knock) for _ in range(2)]
-    explained(caller, "busy")
-    with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker1 .* is alive: {BUSY}"):
-        zrpc.rpc_sync("worker1", max, args=(1, 2), timeout=0.01)
+    """Also that of a call which is too young to be asked about, and of one to the worker itself."""
+    futures = [zrpc.rpc_async(f"worker{rank}", knock) for rank in (0, 0, 1, 1)]
+    for rank, state in enumerate(("is this worker", "is alive")):
+        explained(caller, "busy", rank)
+        with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker{rank} .* {state}: {BUSY}"):
+            zrpc.rpc_sync(f"worker{rank}", max, args=(1, 2), timeout=0.01)
     door.opened.set()
-    assert [future.wait() for future in futures] == ["in", "in"]
+    assert [future.wait() for future in futures] == ["in"] * 4
     wait_until_nothing_is_said(caller)
 
 
@@ -81,16 +82,6 @@ def test_the_description_of_a_loss_says_that_the_pool_was_busy(caller: Mesh, doo
             future.wait()
     door.opened.set()
     leaves.result()
-
-
-@pytest.mark.zrpc(workers=1, options={"num_worker_threads": 1})
-def test_calls_to_oneself_know_too(caller: Mesh, door: Gate) -> None:
-    futures = [zrpc.rpc_async("worker0", knock) for _ in range(2)]
-    explained(caller, "busy", 0)
-    with pytest.raises(zrpc.RpcTimeoutError, match=rf"worker0 .* is this worker: {BUSY}"):
-        zrpc.rpc_sync("worker0", max, args=(1, 2), timeout=0.1)
-    door.opened.set()
-    assert [future.wait() for future in futures] == ["in", "in"]
 
 
 async def holds_up() -> str:
@@ -117,37 +108,6 @@ def test_a_time_out_says_that_the_event_loop_is_held_up(caller: Mesh, door: Gate
     assert first.wait() == "in"
     assert second.wait() == 1
     wait_until_nothing_is_said(caller)
-
-
-@pytest.mark.parametrize(
-    ("function", "standing"),
-    [
-        (knock_at, r"running `knock_at` for \d\.\d s, and has waited for `knock` at worker0 for "),
-        (knock_and_await, r"running `knock_and_await` for .*, and has waited for `knock` at "),
-        (knock_and_return, r"waiting for \d\.\d s for the future that its function has returned"),
-    ],
-)
-def test_a_callee_says_what_a_call_waits_for(
-    caller: Mesh, door: Gate, function: Any, standing: str
-) -> None:
-    future = zrpc.rpc_async("worker1", function, args=("worker0",))
-    wait_until_a_call_is(caller, standing)
-    door.opened.set()
-    assert future.wait() == "in"
-
-
-def knock_twice_at(worker: str) -> list[str]:
-    """The second call has no room while the first one is in flight."""
-    futures = [zrpc.rpc_async(worker, knock), zrpc.rpc_async(worker, knock)]
-    return [future.wait() for future in futures]
-
-
-@pytest.mark.zrpc(options={"max_bytes_in_flight": 1})
-def test_a_callee_says_that_a_call_waits_for_room(caller: Mesh, door: Gate) -> None:
-    future = zrpc.rpc_async("worker1", knock_twice_at, args=("worker0",))
-    wait_until_a_call_is(caller, "running `knock_twice_at` for .*, and has waited for `knock` at ")
-    door.opened.set()
-    assert future.wait() == ["in", "in"]
 
 
 def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) -> None:

@@ -80,42 +80,33 @@ def test_a_waiting_handler_reports_which_worker_it_waits_for(
 
 
 def test_each_call_is_named_once_together_with_those_that_began_about_then(
-    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
-    rules = stuck(mesh)
-    with mesh.agent(0).as_current():
-        futures = [zrpc.rpc_async("worker1", knock) for _ in range(3)]
-        door.await_entry(3)
-        rules.check_calls(later(20))
-        stuck(mesh, limit=0).check_calls(later(1e6))  # no limit
-        assert warned(caplog) == []
-        rules.check_calls(later(30))
-        [text] = warned(caplog)
-        assert "waits for 3 calls" in text
-        assert "the longest of 3 such calls" in text
-        assert "\nRank 1 is alive.\n" in text
-        rules.check_calls(later(60))
-        assert warned(caplog) == []
-        futures.append(zrpc.rpc_async("worker1", knock))
-        rules.check_calls(later(90))
-        [text] = warned(caplog)
-        assert "waits for a call:" in text
-    door.opened.set()
-    assert [future.wait() for future in futures] == ["in"] * 4
-
-
-def test_a_call_that_is_young_is_not_named(
     caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    futures = [zrpc.rpc_async("worker1", knock)]
-    begun = time.monotonic()
-    time.sleep(0.015)
-    futures.append(zrpc.rpc_async("worker1", knock))
-    stuck(caller, limit=0.02).check_calls(begun + 0.02)
+    rules = stuck(caller)
+    futures = [zrpc.rpc_async("worker1", knock) for _ in range(3)]
+    door.await_entry(3)
+    rules.check_calls(later(20))
+    stuck(caller, limit=0).check_calls(later(1e6))  # no limit
+    assert warned(caplog) == []
+    rules.check_calls(later(30))
     [text] = warned(caplog)
-    assert "waits for a call:" in text  # the other is younger than half of the limit
+    assert "waits for 3 calls" in text
+    assert "the longest of 3 such calls" in text
+    assert "\nRank 1 is alive.\n" in text
+    rules.check_calls(later(60))
+    assert warned(caplog) == []
+    first = caller.agent(0).caller.calls.in_flight()[0].begun
+    time.sleep(time.monotonic() - first)  # now the others are older than half of its age
+    futures.append(zrpc.rpc_async("worker1", knock))
+    rules.check_calls(later(90))
+    [text] = warned(caplog)
+    assert "waits for a call:" in text
+    last = caller.agent(0).caller.calls.in_flight()[-1].begun
+    stuck(caller, limit=last - first).check_calls(last + 0.001)
+    [text] = warned(caplog)
+    assert "waits for 3 calls" in text  # the other is younger than half of the limit
     door.opened.set()
-    assert [future.wait() for future in futures] == ["in", "in"]
+    assert [future.wait() for future in futures] == ["in"] * 4
 
 
 def named(name: str) -> Any:
