@@ -78,7 +78,9 @@ def mesh_port(
 
 
 @pytest.mark.system
-def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> None:
+def test_page_has_the_numbers_of_the_calls_made_and_all_that_the_dashboard_shows(
+    mesh_port: tuple[Mesh, int],
+) -> None:
     mesh, port = mesh_port
     for number in range(CALLS):
         assert mesh.run(0, zrpc.rpc_sync, 1, adds, (number, 1)) == number + 1
@@ -117,12 +119,7 @@ def test_page_has_the_numbers_of_the_calls_made(mesh_port: tuple[Mesh, int]) -> 
     assert callee.value("zrpc_peer_received_bytes_total", worker="worker1", peer="worker0") > 0
     assert callee.value("process_resident_memory_bytes") > 2**20
 
-
-@pytest.mark.system
-def test_dashboard_shows_metrics_of_the_page(mesh_port: tuple[Mesh, int]) -> None:
-    mesh, port = mesh_port
-    mesh.run(0, zrpc.rpc_sync, 1, adds, (1, 2))
-    names = Page(port).names | Page(port + 1).names
+    names = caller.names | callee.names
     dashboard = json.loads((ROOT / "examples" / "grafana_dashboard.json").read_text())
     expressions = [t["expr"] for panel in dashboard["panels"] for t in panel["targets"]]
     used = {n for each in expressions for n in re.findall(r"\b(?:zrpc|process)_\w+", each)}
@@ -131,22 +128,17 @@ def test_dashboard_shows_metrics_of_the_page(mesh_port: tuple[Mesh, int]) -> Non
 
 
 @pytest.mark.system
-def test_page_ends_with_the_worker(mesh_port: tuple[Mesh, int]) -> None:
+def test_page_ends_with_the_worker_and_a_taken_port_is_only_logged(
+    mesh_port: tuple[Mesh, int], make_mesh: MakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
     mesh, port = mesh_port
+    other = make_mesh(2)
+    assert other.run(0, zrpc.rpc_sync, 1, adds, (1, 2)) == 3
+    assert f"serves no metrics: http://127.0.0.1:{port}: Address already in use" in caplog.text
     assert Page(port).names
     mesh.shutdown()
     with pytest.raises(OSError, match="refused"):
         Page(port)
-
-
-@pytest.mark.system
-def test_taken_port_is_logged_and_the_worker_goes_on(
-    mesh_port: tuple[Mesh, int], make_mesh: MakeMesh, caplog: pytest.LogCaptureFixture
-) -> None:
-    _, port = mesh_port
-    other = make_mesh(2)
-    assert other.run(0, zrpc.rpc_sync, 1, adds, (1, 2)) == 3
-    assert f"serves no metrics: http://127.0.0.1:{port}: Address already in use" in caplog.text
 
 
 def test_address_of_a_worker() -> None:
