@@ -110,6 +110,7 @@ class HeldMachine(RuleBasedStateMachine):
         super().__init__()
         self.pool = SegmentPool(4 * MIB)
         self.held: list[Segment] = []
+        self.buffers: dict[int, Any] = {}
         self.lent: list[tuple[Segment, int]] = []
         self.worn: set[int] = set()
 
@@ -124,7 +125,9 @@ class HeldMachine(RuleBasedStateMachine):
             return
         assert segment not in self.used()
         assert segment.number not in self.worn
+        buffer = self.buffers[segment.number] = segment.hold(MIB)
         assert self.pool.written(segment)
+        self.pool.hold_until_freed(segment, buffer, shared=False)
         self.held.append(segment)
 
     def used(self) -> list[Segment]:
@@ -144,7 +147,8 @@ class HeldMachine(RuleBasedStateMachine):
     def release(self, data: Any) -> None:
         segment = data.draw(st.sampled_from(self.held))
         self.held.remove(segment)
-        self.pool.release(segment)
+        del self.buffers[segment.number]
+        self.pool.release_ended()
 
     @precondition(lambda self: self.lent)
     @rule(data=st.data(), keeps=st.booleans())
