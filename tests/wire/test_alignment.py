@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.wire.test_pickling import sent
-from zrpc.wire.alignment import ALIGNMENT, aligned
+from zrpc.wire.memory import ALIGNMENT, address_of, aligned
 from zrpc.wire.message import parse
 from zrpc.wire.tensors import INLINE_BYTES
 from zrpc.wire.unpickling import Decoder
@@ -17,10 +16,6 @@ from zrpc.wire.unpickling import Decoder
 # Enough elements for a frame of their own in any dtype. With the odd one, torch makes a copy that
 # needs the alignment.
 SIZE = INLINE_BYTES + 1
-
-
-def address_of(buffer: Any) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
 
 
 def displaced(data: Any, by: int) -> memoryview:
