@@ -21,7 +21,7 @@ from tests.transport.breaking_relay import BreakingRelay
 from zrpc.transport.curve import Curve, KeyPair, PeerKey
 from zrpc.transport.heartbeat import Heartbeats
 from zrpc.transport.identity import identity_of
-from zrpc.transport.listener_probe import ListenerProbe
+from zrpc.transport.probes import ListenerProbe
 
 
 @pytest.fixture
