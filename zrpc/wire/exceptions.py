@@ -129,7 +129,7 @@ def error_text(body: Any) -> str:
 def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:
     """Returns the error as a pickle that is known to load, or None."""
     if _is_outcome(error):
-        return _checked(error, lambda outcome: pickle.dumps(_SentOutcome(outcome)))
+        return _checked(error, partial(_dump, in_graph=in_graph))
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
     if stand_in.is_active() and not pickle_can_make(error):
@@ -159,20 +159,10 @@ def _dump(error: BaseException, in_graph: bool) -> bytes:
     return file.getvalue()
 
 
-def _is_outcome(error: BaseException) -> bool:
+def _is_outcome(error: Any) -> bool:
     """Whether a function has called ``pytest.skip``, ``pytest.xfail`` or ``pytest.fail``."""
     outcomes = sys.modules.get("_pytest.outcomes")  # loaded, if it was called
     return outcomes is not None and type(error) in [getattr(outcomes, n) for n in _OUTCOMES]
-
-
-class _SentOutcome:
-    """Arrives as the outcome: pytest's classes claim to be in a module in which they are not."""
-
-    def __init__(self, outcome: Any) -> None:
-        self._parts = type(outcome).__name__, outcome.args, vars(outcome)
-
-    def __reduce__(self) -> Any:
-        return _outcome, self._parts
 
 
 def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -204,6 +194,8 @@ class _Pickler(pickle.Pickler):
     in_graph = False
 
     def reducer_override(self, obj: Any) -> Any:
+        if _is_outcome(obj):  # pytest's classes claim to be in a module in which they are not
+            return _outcome, (type(obj).__name__, obj.args, vars(obj))
         return _reduce_tensor(obj, self.in_graph)
 
 

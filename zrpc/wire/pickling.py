@@ -28,7 +28,6 @@ from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.runtime.interrupts import raise_if_of_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.devices import DeviceMap, fetched
-from zrpc.wire.envelope import Envelope
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
@@ -149,6 +148,17 @@ class _ByValuePickler(ByValuePickler):
                 f"a copy has {message.nbytes} bytes, and may have {_MAX_COPY_BYTES}"
             )
         return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
+
+
+class Envelope:
+    """Something of zrpc's own, in which the program's values are sent."""
+
+    __slots__ = ()
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        """The program's values."""
+        raise NotImplementedError
 
 
 class Encoder:
