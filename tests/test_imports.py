@@ -79,9 +79,9 @@ _SURFACE = {
     "zrpc.runtime": """adaptive_spin alarm allocator compiler context_thread event_loop forks
         garbage_collector gates green_threads interrupts leader_follower
         resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
-    "zrpc.wire": """cut devices envelope exceptions graph_capture kind member_id message
+    "zrpc.wire": """cut devices exceptions graph_capture kind member_id message
         page_locks parts pickling unpickling""",
-    "zrpc.transport": "address chunks curve identity listener_probe network path_probe",
+    "zrpc.transport": "address chunks curve identity network probes",
     "zrpc.membership": """agreement cluster_environment device_maps endpoints
         failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous
         secret signed_store store view worker_info""",

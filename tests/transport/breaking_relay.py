@@ -25,7 +25,7 @@ class BreakingRelay:
 
     Attributes:
         endpoint: the relay's own endpoint.
-        passed: the number of bytes sent on to the target.
+        heard: the bytes sent on to the target.
         broken: set when `break_after` has broken the connections.
     """
 
@@ -35,7 +35,7 @@ class BreakingRelay:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
         self.broken = threading.Event()
-        self.passed = 0
+        self.heard = bytearray()
         # The lock guards _left.
         self._lock = threading.Lock()
         self._left: int | None = None
@@ -125,7 +125,11 @@ class BreakingRelay:
             self._to_swallow -= 1
             self._swallowed.append(client)
             return
-        server = socket.create_connection(self._target)
+        try:
+            server = socket.create_connection(self._target)
+        except ConnectionRefusedError:  # the target listens no more
+            client.close()
+            return
         for one, other, forward in ((client, server, True), (server, client, False)):
             self._ends[one] = other, forward
             self._selector.register(one, selectors.EVENT_READ)
@@ -139,7 +143,7 @@ class BreakingRelay:
             data = b""
             with contextlib.suppress(ConnectionError):
                 data = end.recv(limit)
-                self.passed += len(data) * forward
+                self.heard += data * forward
                 other.sendall(data)
             if not data:
                 self._drop(end)

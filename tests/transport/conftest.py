@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -22,9 +20,7 @@ from tests.transport.two_hosts import (
     namespaces,
 )
 from zrpc.cli import main
-from zrpc.membership.secret import new_secret, write_secret
 from zrpc.transport.network import Network
-from zrpc.transport.poller import Poller
 
 
 @pytest.fixture(scope="module")
@@ -105,21 +101,6 @@ def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Work
 
 
 @pytest.fixture
-def start_three(
-    hosts: list[Host], start_workers: Callable[..., Workers], tmp_path: Path
-) -> Callable[[str], Workers]:
-    """Starts a mesh of three workers: one on the first host, and two on the other."""
-
-    def start(program: str) -> Workers:
-        write_secret(tmp_path / "secret", new_secret())
-        variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
-        here, there = hosts
-        return start_workers([here, there, there], program, *[variables] * 3)
-
-    return start
-
-
-@pytest.fixture
 def networks(no_leaks: None) -> Iterator[list[Network]]:
     """Yields three networks that know each other."""
     networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
@@ -128,11 +109,3 @@ def networks(no_leaks: None) -> Iterator[list[Network]]:
     yield networks
     for network in networks:
         network.close(0, ())
-
-
-@pytest.fixture
-def no_watch_for_room(networks: list[Network], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no more watches")
-
-    monkeypatch.setattr(Poller, "watch_writable", refuse)

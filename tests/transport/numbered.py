@@ -1,4 +1,4 @@
-"""Networks with direct connections, and numbered messages that fill them."""
+"""Networks with direct connections, what arrives at them, and numbered messages that fill them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import os
 import socket
 from typing import Any
 
-from tests.transport.arrivals import received
+from tests.support.waiting import SOON, until
 from zrpc.transport.network import Network
 from zrpc.transport.unix_stream import direct_path
 
 FILLING = b"filling " * 1000
+
+
+def received(network: Network) -> tuple[bytes, bytes, list[bytes]]:
+    """Returns the next message, as bytes."""
+    # See `Inbox.receive` about a message that is announced only.
+    identity, first, buffers = until(lambda: network.receive(SOON), "a message arrives")
+    return identity, first, [bytes(buffer) for buffer in buffers]
 
 
 def endpoint_of(network: Network) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import signal
@@ -50,81 +49,6 @@ def receive(end: GilHeldSocket) -> int:
     if size < 0:
         raise failure()
     return size
-
-
-def received(memory: ReceiveBuffer, end: GilHeldSocket) -> bytes:
-    return bytes(memory.view[: receive(end)])
-
-
-def fill(end: GilHeldSocket, data: bytes) -> bytes:
-    """Sends data until there is no more room; returns what was sent."""
-    sent = b""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            sent += data[: send(end, data)]
-    return sent
-
-
-def test_sent_bytes_are_received(ends: list[GilHeldSocket], memory: ReceiveBuffer) -> None:
-    here, there = ends
-    for data in (b"x", b"\0", b"a\0b\0\0c\0", bytes(range(256)) * 16):
-        assert send(here, data) == len(data)
-        assert received(memory, there) == data
-        assert send(there, data[::-1]) == len(data)
-        assert received(memory, here) == data[::-1]
-
-
-def test_no_more_is_received_than_there_is_room_for() -> None:
-    small = ReceiveBuffer(4)
-    here, there = (GilHeldSocket(each, small) for each in socket.socketpair())
-    send(here, b"0123456")
-    assert received(small, there) == b"0123"
-    assert received(small, there) == b"456"
-    here.close()
-    there.close()
-
-
-def test_sending_to_a_full_socket_and_receiving_from_an_empty_one_would_block(
-    ends: list[GilHeldSocket], memory: ReceiveBuffer
-) -> None:
-    here, there = ends
-    with pytest.raises(BlockingIOError):
-        receive(here)
-    data = os.urandom(SIZE)
-    sent = fill(here, data)
-    with pytest.raises(BlockingIOError):
-        send(here, b"more")
-    found = b""
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            found += received(memory, there)
-    assert found == sent
-    assert send(here, b"again") == 5
-
-
-def test_receiving_at_the_end_of_the_stream_returns_zero(
-    ends: list[GilHeldSocket], memory: ReceiveBuffer
-) -> None:
-    here, there = ends
-    send(here, b"last")
-    here.close()
-    assert received(memory, there) == b"last"
-    assert receive(there) == 0
-    assert receive(there) == 0
-
-
-def test_receiving_and_sending_after_a_reset_fail(
-    ends: list[GilHeldSocket], memory: ReceiveBuffer
-) -> None:
-    here, there = ends
-    send(here, b"never read")
-    there.close()
-    with pytest.raises(ConnectionResetError):
-        receive(here)
-    assert receive(here) == 0
-    for _ in range(2):  # the kernel decides which of the two errors comes first
-        with pytest.raises((ConnectionResetError, BrokenPipeError)):
-            send(here, b"x")
 
 
 def test_sending_to_a_closed_peer_fails_without_a_signal(ends: list[GilHeldSocket]) -> None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.transport.two_hosts import ADDRESSES, Host
+from tests.partitions.network import Path as Way
+from tests.partitions.network import Switch, address_of, connected
+from tests.services.tracing.test_trace import Trace
+from tests.support.waiting import until
+from tests.transport.two_hosts import ADDRESSES, SOON, Host
 from zrpc.membership.secret import new_secret, write_secret
 
 WORKER = """
@@ -86,3 +94,215 @@ def test_containers_that_listen_on_their_loopback_are_told(
         assert code == 1
         assert "listens on tcp://127.0.0.1:" in output
         assert "which other hosts and containers can't reach: set ZRPC_IFACE there" in output
+
+
+# -- what one host shows of a mesh over both ----------------------------------------------
+
+OBSERVED = """
+import os, threading, time, zrpc
+
+def pauses(seconds):
+    time.sleep(seconds)
+    return zrpc.rpc_sync("w2", max, (1, 2))
+
+def waits_without_end():
+    threading.Event().wait()
+
+rank = int(os.environ["RANK"])
+zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(init_timeout=30))
+if rank == 0:
+    with zrpc.trace("trace.json"):
+        zrpc.rpc_sync("w1", pauses, (0.01,))
+    waiting = zrpc.rpc_async("w1", waits_without_end, timeout=0)
+    print("traced", flush=True)
+while True:
+    if rank == 0:
+        zrpc.rpc_sync("w2", max, (1, 2))
+    time.sleep(0.01)
+"""
+
+
+def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
+    hosts: list[Host], start_workers: Callable[..., Any], tmp_path: Path
+) -> None:
+    write_secret(tmp_path / "secret", new_secret())
+    variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
+    here, there = hosts
+    workers = start_workers([here, there, there], OBSERVED, *[variables] * 3)
+    until(lambda: "traced" in workers.output(0), "a trace", within=2 * SOON)
+
+    def top(interval: float) -> dict[str, Any]:
+        shown = workers.command("top", "--once", "--json", "--interval", str(interval))
+        [mesh] = json.loads(shown)["meshes"]
+        return {worker["name"]: worker for worker in mesh["workers"]}
+
+    def all_have_rates() -> Any:
+        shown = top(2.0)
+        return all(each["calls_in"] is not None for each in shown.values()) and shown
+
+    shown = until(all_have_rates, "rates of all workers", within=2 * SOON)
+    assert [each["pid"] for each in shown.values()] == workers.pids
+    assert {each["state"] for each in shown.values()} == {"running"}
+    assert shown["w2"]["calls_in"] > 0
+    assert [each["name"] for each in shown["w2"]["functions"]] == ["max"]
+    assert shown["w2"]["memory"] > 2**20
+
+    trace = Trace(tmp_path / "trace.json")
+    assert trace.file["otherData"]["missing"] == []
+    outer, inner = trace.slice("rpc_sync#pauses(w0 -> w1)", 0), trace.slice("pauses", 1)
+    nested, leaf = trace.slice("rpc_sync#max(w1 -> w2)", 1), trace.slice("max", 2)
+    for cause, effect in ((outer, inner), (inner, nested), (nested, leaf)):
+        assert cause["ts"] <= effect["ts"]
+        assert effect["end"] <= cause["end"]
+    assert [(a["name"], b["name"]) for a, b in trace.arrows()] == [
+        (outer["name"], "pauses"),
+        (nested["name"], "max"),
+    ]
+
+    def stacks(timeout: float) -> str:
+        return str(workers.command("stacks", "--timeout", str(timeout)))
+
+    names = ["w0 (rank 0)", "w1 (rank 1)", "w2 (rank 2)", "in waits_without_end"]
+    until(lambda: all(text in stacks(SOON) for text in names), "all stacks", within=SOON)
+    assert "could not be asked" not in stacks(SOON)
+
+    os.kill(workers.pids[1], signal.SIGSTOP)
+    output = stacks(1.0)
+    assert f"w2 (rank 2), pid {workers.pids[2]}" in output
+    unasked = "w1 (rank 1) could not be asked: it is on another host, and did not answer"
+    assert unasked in output
+    assert " gets its heartbeats: its process runs, or was stopped seconds ago" in output
+    until(
+        lambda: any(text in stacks(0.5) for text in ("last heard from it", "is gone")),
+        "the end of its heartbeats",
+        within=SOON,
+    )
+    stopped = top(2.0)["w1"]
+    assert stopped["state"] in ("no answer", "lost")
+    assert stopped["calls_in"] is None
+    assert stopped["why"]
+
+
+# -- a network between them that is interrupted --------------------------------------------
+
+PORT = 29_500
+
+PROGRAM = """
+import json, os, time
+import zrpc
+
+rank = int(os.environ["RANK"])
+peer = f"w{1 - rank}"
+
+def tell(what):
+    open(f"{what}{rank}.new", "w").close()
+    os.rename(f"{what}{rank}.new", f"{what}{rank}")
+
+def await_word(what):
+    end = time.monotonic() + 30
+    while not os.path.exists(what):
+        assert time.monotonic() < end, what
+        time.sleep(0.01)
+
+zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(
+    init_timeout=15, rpc_timeout=25, heartbeat_timeout=10))
+assert zrpc.rpc_sync(peer, max, (1, 2)) == 2
+assert zrpc.agent.current.current_agent().membership.records[rank].public_key  # CURVE
+ran = []
+
+def note(i):
+    import __main__
+    __main__.ran.append(i)
+    return -i
+
+tell("ready")
+await_word("cut")
+futures = [zrpc.rpc_async(peer, note, (i,)) for i in range(200)]
+tell("sent")
+first = futures[0].wait()
+tell("answered")
+assert [first, *(future.wait() for future in futures[1:])] == [-i for i in range(200)]
+zrpc.shutdown()
+assert sorted(ran) == list(range(200)), ran  # once each
+"""
+
+
+BLACK_HOLE = """
+import os, time
+import zrpc
+
+rank = int(os.environ["RANK"])
+zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(init_timeout=15))
+assert zrpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
+open(f"ready{rank}", "w").close()
+if rank == 0:
+    end = time.monotonic() + 30
+    while not os.path.exists("cut"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert zrpc.rpc_sync("w1", max, (1, 2)) == 2
+    try:
+        zrpc.rpc_sync("w1", len, (bytes(100_000),), timeout=12)
+    except zrpc.RpcTimeoutError as error:
+        print(error)
+    open("seen", "w").close()
+end = time.monotonic() + 60
+while not os.path.exists("seen"):
+    assert time.monotonic() < end
+    time.sleep(0.01)
+zrpc.shutdown(graceful=False)
+"""
+
+
+@pytest.fixture
+def start(
+    start_workers: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], tuple[Any, Switch]]]:
+    """Returns a function that runs a program on both hosts until both are ready."""
+    with connected(2, PORT) as (names, switch):
+        hosts = [Host(name, tmp_path_factory.mktemp("host")) for name in names]
+
+        def start(program: str) -> tuple[Any, Switch]:
+            env = {
+                "ZRPC_SECRET": new_secret(),
+                "MASTER_ADDR": address_of(0),
+                "MASTER_PORT": str(PORT),
+            }
+            return start_workers(hosts, program, env, env), switch
+
+        yield start
+
+
+def await_both(directory: Path, what: str) -> None:
+    until(lambda: all((directory / f"{what}{rank}").exists() for rank in range(2)), within=SOON)
+
+
+def test_large_packets_that_are_lost_are_reported(
+    start: Callable[[str], tuple[Any, Switch]], tmp_path: Path
+) -> None:
+    workers, switch = start(BLACK_HOLE)
+    await_both(tmp_path, "ready")
+    switch.set(Way.LARGE_LOST, 0, 1)
+    (tmp_path / "cut").touch()
+    for code, output in workers.outcomes():
+        assert code == 0, output
+    output = workers.output(0)
+    said = f"large packets do not reach w1 (rank 1) at tcp://{address_of(1)}:"
+    assert output.count(said) == 2, output  # in the log, and in the error
+    assert "MTU" in output
+
+
+def test_a_short_interruption_loses_nothing(
+    start: Callable[[str], tuple[Any, Switch]], tmp_path: Path
+) -> None:
+    workers, switch = start(PROGRAM)
+    await_both(tmp_path, "ready")
+    for sender in range(2):
+        switch.set(Way.LOST, sender, 1 - sender)
+    (tmp_path / "cut").touch()
+    await_both(tmp_path, "sent")
+    time.sleep(1.0)  # how long the interruption takes
+    assert not list(tmp_path.glob("answered*"))
+    switch.mend()
+    for code, output in workers.outcomes():
+        assert code == 0, output

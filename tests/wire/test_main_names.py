@@ -175,29 +175,25 @@ def test_a_named_function_sees_the_values_of_the_receiver(scripts: Scripts) -> N
     assert (scripts.ours.STEPS, scripts.theirs.STEPS) == ([], ["a"])
 
 
-@pytest.mark.parametrize(
-    ("expression", "result"),
-    [
+def test_what_the_script_has_not_under_its_name_is_copied(scripts: Scripts) -> None:
+    del scripts.theirs.STEPS, scripts.theirs.nameless, scripts.theirs.taken
+    for expression, result in (
         ("taken", "first"),
         ("changed", "second"),
         ("nameless", "nameless"),
         ("lambda: taken()", "first"),
-    ],
-)
-def test_what_the_script_has_not_under_its_name_is_copied(
-    scripts: Scripts, expression: str, result: str
-) -> None:
-    del scripts.theirs.STEPS, scripts.theirs.nameless, scripts.theirs.taken
-    assert scripts.travel(expression)() == result
+    ):
+        assert scripts.travel(expression)() == result, expression
 
 
-@pytest.mark.parametrize("name", ["register", "Thing", "Color.RED", "Data()"])
-def test_all_is_copied_if_the_scripts_differ(scripts: Scripts, name: str) -> None:
+def test_all_is_copied_if_the_scripts_differ(scripts: Scripts) -> None:
     del scripts.ours.LOCK
-    _, found = scripts.travel(f"(lambda: 0, {name})", same_main=False)
-    theirs = eval(name, vars(scripts.theirs))
-    assert found is not theirs
-    assert type(found).__name__ == type(theirs).__name__
+    for name in ("register", "Thing", "Color.RED", "Data()"):
+        theirs = eval(name, vars(scripts.theirs))
+        for beside in ("0", "lambda: 0"):
+            _, found = scripts.travel(f"({beside}, {name})", same_main=False)
+            assert found is not theirs
+            assert type(found).__name__ == type(theirs).__name__
 
 
 @pytest.mark.parametrize("kind", [Kind.CALL, Kind.RESULT])
@@ -214,43 +210,42 @@ def test_what_the_receiver_lacks_is_named_in_the_error(
     assert raised.value.executed is (kind == Kind.RESULT)
 
 
-@pytest.mark.parametrize("name", ["Thing()", "Thing", "lambda: Thing"])
-def test_what_an_error_has_is_named(scripts: Scripts, name: str) -> None:
-    body = scripts.send(
-        f"error([lambda: 0, {name}])", lambda error: dump_exception(error, "there", same_main=True)
-    )
-    error = load_exception(body)
-    assert type(error) is scripts.theirs.Error
-    found = error.attribute[1]  # type: ignore[attr-defined]
-    found = found() if isinstance(found, types.FunctionType) else found
-    assert scripts.theirs.Thing in (found, type(found))
+def test_what_an_error_has_is_named(scripts: Scripts) -> None:
+    for name in ("Thing()", "Thing", "lambda: Thing"):
+        body = scripts.send(
+            f"error([lambda: 0, {name}])", lambda error: dump_exception(error, "there", True)
+        )
+        error = load_exception(body)
+        assert type(error) is scripts.theirs.Error
+        found = error.attribute[1]  # type: ignore[attr-defined]
+        found = found() if isinstance(found, types.FunctionType) else found
+        assert scripts.theirs.Thing in (found, type(found))
 
 
-@pytest.mark.parametrize("name", ["changed", "Thing", "Color.RED", "config"])
-def test_a_copy_replaces_what_the_receiver_lacks(scripts: Scripts, name: str) -> None:
-    def pack(value: Any) -> Any:
-        return dumps(value, same_main=True, copies=True)
+def with_copies(value: Any) -> bytes:
+    return dumps(value, same_main=True, copies=True)
 
-    pickled = scripts.send(f"lambda: {name}", pack)
-    assert pickle.loads(pickled)() is eval(name, vars(scripts.theirs))
-    missing = name.partition(".")[0]
-    delattr(scripts.theirs, missing)
-    found = pickle.loads(pickled)()
-    assert getattr(found, "__name__", missing) == missing
+
+def test_a_copy_replaces_what_the_receiver_lacks(scripts: Scripts) -> None:
+    for name in ("changed", "Thing", "Color.RED", "config"):
+        pickled = scripts.send(f"lambda: {name}", with_copies)
+        assert pickle.loads(pickled)() is eval(name, vars(scripts.theirs))
+        missing = name.partition(".")[0]
+        delattr(scripts.theirs, missing)
+        found = pickle.loads(pickled)()
+        assert getattr(found, "__name__", missing) == missing
 
 
 def test_a_copy_that_is_large_is_left_out(scripts: Scripts) -> None:
     exec("import numpy\nLARGE = numpy.ones(200_000)", vars(scripts.ours))
     exec("def large(): return LARGE", vars(scripts.ours))
-    pickled = scripts.send("lambda: large", lambda f: dumps(f, same_main=True, copies=True))
+    pickled = scripts.send("lambda: large", with_copies)
     assert len(pickled) < 10_000
 
 
 def test_what_has_no_copy_is_named_only(scripts: Scripts) -> None:
     """It refers to a lock."""
-    pickled = scripts.send(
-        "lambda: register", lambda value: dumps(value, same_main=True, copies=True)
-    )
+    pickled = scripts.send("lambda: register", with_copies)
     assert pickle.loads(pickled)() is scripts.theirs.register
 
 

@@ -10,14 +10,14 @@ import torch
 
 from tests.support.forks import exit_code, fork
 from tests.support.waiting import SOON, until
-from zrpc.wire.page_locks import COPIES, MappedMemory, PageLocks
+from zrpc.wire.page_locks import COPIES, CudaRuntime, MappedMemory, PageLocks
 
 DEVICE = torch.device("cuda:1")
 DEVICES = [torch.device("cpu"), DEVICE]
 SIZE = 1 << 20
 
 
-class Recorder:
+class Recorder(CudaRuntime):
     """Locks nothing, and records what it was asked."""
 
     def __init__(self) -> None:

@@ -169,20 +169,6 @@ def test_a_method_of_main_is_pickled_by_name_if_that_means_the_same(
     assert (there(main.go, same_main)() is main.of) == same_main
 
 
-def test_a_name_in_main_is_pickled_by_value_for_another_main(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    main = type(pickle)("__main__")
-    exec("def of_main():\n    return 'sent along'\n", main.__dict__)
-    monkeypatch.setitem(__import__("sys").modules, "__main__", main)
-    by_name, by_value = sent(main.of_main, same_main=True), sent(main.of_main, same_main=False)
-    assert len(by_name.body) < len(by_value.body)
-    del main.of_main  # the receiver's main has no such name
-    assert Decoder(None, arrived(by_value)).unpack()() == "sent along"
-    with pytest.raises(SerializationError, match="RPC pickler does not serialize"):
-        Decoder(None, arrived(by_name)).unpack()
-
-
 def test_objects_that_cannot_be_pickled_are_refused() -> None:
     for obj in (threading.Lock(), (x for x in ()), [1, {"a": threading.Event()}], lambda: LOCK):
         with pytest.raises(SerializationError, match="can't be pickled"):
@@ -190,21 +176,6 @@ def test_objects_that_cannot_be_pickled_are_refused() -> None:
 
 
 LOCK = threading.Lock()
-
-
-class FailsToRebuild:
-    def __reduce__(self) -> Any:
-        return _raise, ()
-
-
-def _raise() -> None:
-    raise LookupError("at arrival")
-
-
-def test_an_error_of_rebuilding_is_reported() -> None:
-    message = arrived(sent(FailsToRebuild()))
-    with pytest.raises(SerializationError, match="LookupError: at arrival"):
-        Decoder(None, message).unpack()
 
 
 @given(st.binary(max_size=80))

@@ -1,7 +1,10 @@
-"""Which bytes of a tensor are sent, and what tensor arrives."""
+"""Which bytes of a tensor are sent, and what tensor arrives: aligned, wherever they begin."""
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -11,8 +14,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.wire.test_pickling import sent, there
 from zrpc.errors import ProtocolError, SerializationError
 from zrpc.testing import fake_device
+from zrpc.wire.memory import ALIGNMENT, address_of, aligned
+from zrpc.wire.message import parse
 from zrpc.wire.tensor_reading import make_plain
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
+from zrpc.wire.unpickling import Decoder
 
 DTYPES = [
     torch.float16,
@@ -168,3 +174,70 @@ def test_a_view_of_a_quantized_tensor_sends_its_elements_only() -> None:
     message = sent(whole[5:10])
     assert len(message.first_frame()) < 1000
     assert message.buffers == []
+
+
+# -- alignment ---------------------------------------------------------------------------
+
+# Enough elements for a frame of their own in any dtype. With the odd one, torch makes a copy that
+# needs the alignment.
+FRAMED = INLINE_BYTES + 1
+
+
+def displaced(data: Any, by: int) -> memoryview:
+    """Returns ``data`` copied to an address that is ``by`` more than a multiple of 16."""
+    memory = memoryview(bytearray(len(data) + 2 * ALIGNMENT))
+    start = (by - address_of(memory)) % ALIGNMENT
+    memory[start : start + len(data)] = data
+    return memory[start : start + len(data)]
+
+
+def there_at(obj: Any, by: int) -> Any:
+    """Returns the object as it arrives if all frames begin at such addresses."""
+    message = sent(obj)
+    frames = [displaced(memoryview(buffer).cast("B"), by) for buffer in message.buffers]
+    assert frames
+    return Decoder(None, parse(message.first_frame(), frames)).unpack()
+
+
+def test_only_unaligned_bytes_are_copied() -> None:
+    for by in range(ALIGNMENT):
+        buffer = displaced(b"a" * 100, by)
+        view = aligned(buffer)
+        assert address_of(view) % ALIGNMENT == 0
+        assert view == b"a" * 100
+        view[0] = 0
+        assert (buffer[0] == 0) is (by == 0)  # the same memory
+
+
+ones = torch.ones(FRAMED, dtype=torch.complex128)
+
+
+def test_tensors_arrive_aligned() -> None:
+    for tensor in (
+        ones,
+        ones.reshape(3, -1),
+        ones.reshape(3, -1).t(),
+        ones.conj(),
+        torch.nn.Parameter(ones),
+        torch.ones(FRAMED, dtype=torch.float64),
+        torch.ones(FRAMED, dtype=torch.uint8).repeat(2)[1:],
+    ):
+        for by in (0, 1, 8):
+            received = there_at(tensor, by)
+            assert received.data_ptr() % ALIGNMENT == 0
+            assert torch.equal(received, tensor)
+            assert torch.equal(received.clone(), tensor)  # this crashed the process
+
+
+def test_arrays_arrive_aligned() -> None:
+    for dtype in (np.complex128, np.clongdouble, np.float32):
+        for by in (0, 1, 8):
+            sent_array = np.arange(FRAMED, dtype=dtype)
+            received = there_at(sent_array, by)
+            assert received.flags.aligned
+            assert received.ctypes.data % ALIGNMENT == 0
+            np.testing.assert_array_equal(received, sent_array)
+            if dtype is np.complex128:
+                assert torch.equal(torch.from_numpy(received).clone(), torch.from_numpy(sent_array))
+            received[0] = 5
+            assert received[0] == 5

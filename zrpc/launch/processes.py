@@ -199,7 +199,11 @@ class _Work:
         main = sys.modules["__main__"]  # which the process imports if it has a name or a file
         same_main = hasattr(main, "__file__") or getattr(main, "__spec__", None) is not None
         shared = ForkingPickler(io.BytesIO()).dispatch_table
-        pickled = dumps(self._fn_and_args, same_main, copies=True, reducers=shared)
+
+        def reduce_shared(value: Any) -> Any:
+            return shared[type(value)](value) if type(value) in shared else NotImplemented
+
+        pickled = dumps(self._fn_and_args, same_main, copies=True, first=reduce_shared)
         return _unpickled, (pickled,)
 
 

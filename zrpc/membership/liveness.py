@@ -15,8 +15,8 @@ import zmq
 from zrpc.membership.failure_detector import FailureDetector, Loss, Reason
 from zrpc.membership.view import Membership
 from zrpc.transport.address import is_alive
-from zrpc.transport.listener_probe import ListenerProbe
 from zrpc.transport.network import Network
+from zrpc.transport.probes import ListenerProbe
 from zrpc.wire.member_id import MemberId
 
 logger = logging.getLogger(__name__)

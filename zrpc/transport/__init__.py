@@ -9,5 +9,5 @@ Other rooms may import:
 - `chunks`: large messages in chunks (`Assembler`, `chunks`);
 - `address`: private directories, and interfaces of this host;
 - `curve`: the keys of workers;
-- `listener_probe`: whether anything listens at an address.
+- `probes`: whether anything listens at an address, and large packets arrive.
 """

@@ -38,8 +38,6 @@ _unpack_from = _HEADER.unpack_from
 
 def header(first: bytes, buffers: Sequence[Any] = ()) -> bytes:
     """Returns what precedes the frames of a message in the stream."""
-    if not buffers:
-        return pack_header(len(first), 0)
     sizes = [memoryview(buffer).nbytes for buffer in buffers]
     return pack_header(len(first), len(sizes)) + struct.pack(f"<{len(sizes)}I", *sizes)
 

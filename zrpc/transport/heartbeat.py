@@ -52,12 +52,16 @@ class _Connection:
         endpoint: of the peer's inbox.
         guard: makes it succeed with that peer only.
         handshake_ms: the limit of its handshake.
+        made_ms: the limit that it was made with, which is fixed.
+        routing_id: what its greeting shows.
         stands: whether the peer answers.
     """
 
     endpoint: str
     guard: Callable[[zmq.Socket[Any]], None] | None
     handshake_ms: int
+    made_ms: int = 0
+    routing_id: bytes = b""
     stands: bool = False
 
 
@@ -79,8 +83,6 @@ class Heartbeats:
         self._monitor: zmq.Socket[bytes] | None = None
         self._connections: dict[int, _Connection] = {}
         self._peers: dict[str, int] = {}  # by their endpoints
-        self._routing_ids: dict[bytes, int] = {}  # of the connection to each peer
-        self._to_remake: set[int] = set()  # peers whose next connections need another limit
         # See `set_pace`.
         self._interval_ms = 0
         self._timeout_ms = 0
@@ -107,27 +109,25 @@ class Heartbeats:
         Raises:
             zmq.ZMQError: there are no descriptors left.
         """
-        self._open_socket()
         connection = _Connection(endpoint, guard, self._first_handshake_ms)
-        self._connect(peer, connection)
+        self._connect(connection)
         self._connections[peer] = connection
         self._peers[endpoint] = peer
 
-    def _connect(self, peer: int, connection: _Connection) -> None:
+    def _connect(self, connection: _Connection) -> None:
         socket = self._open_socket()
         # A connection has the options that the socket has when it is made. With IPv6, ZeroMQ would
         # report an IPv4 address under another name when it reconnects.
         socket.ipv6 = "[" in connection.endpoint
         socket.curve_server = False  # no keys unless the guard sets some
-        socket.routing_id = random_routing_id(self._identity)
+        socket.routing_id = connection.routing_id = random_routing_id(self._identity)
         socket.handshake_ivl = connection.handshake_ms
         if connection.guard is not None:
             connection.guard(socket)
         socket.connect(connection.endpoint)
-        self._routing_ids[socket.routing_id] = peer
+        connection.made_ms = connection.handshake_ms
 
-    def _disconnect(self, peer: int, connection: _Connection) -> None:
-        self._routing_ids = {k: p for k, p in self._routing_ids.items() if p != peer}
+    def _disconnect(self, connection: _Connection) -> None:
         # A connection that could not be made again does not exist.
         with contextlib.suppress(zmq.ZMQError):
             self._open_socket().disconnect(connection.endpoint)
@@ -141,8 +141,7 @@ class Heartbeats:
         connection = self._connections.pop(peer, None)
         if connection is not None:
             del self._peers[connection.endpoint]
-            self._to_remake.discard(peer)
-            self._disconnect(peer, connection)
+            self._disconnect(connection)
 
     def events(self) -> list[tuple[int, bool]]:
         """Returns the events since the last call, in order: a peer, and whether it answers now.
@@ -170,21 +169,16 @@ class Heartbeats:
             return stood
         if event == zmq.EVENT_DISCONNECTED:
             limit = min(2 * connection.handshake_ms, self._max_handshake_ms)
-            limit = self._first_handshake_ms if stood else limit
-            if limit != connection.handshake_ms:
-                connection.handshake_ms = limit
-                self._to_remake.add(peer)
+            connection.handshake_ms = self._first_handshake_ms if stood else limit
         return True
 
     def _remake_connections(self) -> None:
-        """Makes connections again whose handshakes need another limit: it is fixed for each."""
-        for peer in list(self._to_remake):
-            connection = self._connections[peer]
-            if not connection.stands:  # meanwhile
-                self._disconnect(peer, connection)
+        """Makes connections again whose handshakes need another limit."""
+        for connection in self._connections.values():
+            if connection.handshake_ms != connection.made_ms and not connection.stands:
+                self._disconnect(connection)
                 with contextlib.suppress(zmq.ZMQError):  # no memory: it is tried again
-                    self._connect(peer, connection)
-                    self._to_remake.discard(peer)
+                    self._connect(connection)
 
     def notices(self) -> list[tuple[int, bytes]]:
         """Returns what peers have answered since the last call: the peer, and a message.
@@ -192,12 +186,13 @@ class Heartbeats:
         Must be called often, like `events`: ZeroMQ sends the greetings meanwhile.
         """
         notices: list[tuple[int, bytes]] = []
+        peers = {each.routing_id: peer for peer, each in self._connections.items()}
         while self._socket is not None:
             try:
                 frames = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            peer = self._routing_ids.get(frames[0])
+            peer = peers.get(frames[0])
             if peer is not None and len(frames) == 2:
                 notices.append((peer, frames[1]))
         return notices

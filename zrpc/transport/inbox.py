@@ -16,11 +16,19 @@ from zrpc.transport.chunks import BEGINS_CHUNK, MAX_FRAME_BYTES, remnant
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
 from zrpc.transport.poller import Poller
-from zrpc.transport.strangers import Strangers
 from zrpc.transport.unix_stream import BACKLOG, DirectInbox, Received, direct_path
 
 # Of more routing ids, each message is checked. A member could use ever new ones.
 _MAX_SENDERS = 1 << 16
+# Some handshakes fail in a healthy mesh too. Each of them has left a megabyte at most.
+_MANY_STRANGERS = 16
+# To give memory back costs time, and the first use of other memory afterwards, too.
+_STRANGERS_PAUSE_SECONDS = 10.0
+_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 def _own_identity(frame: zmq.Frame) -> bytes | None:
@@ -65,7 +73,7 @@ class Inbox:
         self.poller = Poller()
         self.poller.watch_readable(self._socket.getsockopt(zmq.FD), self._mark_unread)
         self._direct: DirectInbox | None = None
-        self._strangers: Strangers | None = None
+        self._strangers: _Strangers | None = None
         self.at_hand: deque[Received] = deque()
         # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
         # socket must be read until it is empty.
@@ -105,7 +113,7 @@ class Inbox:
         """
         self._socket.maxmsgsize = MAX_FRAME_BYTES
         if self._strangers is None:
-            self._strangers = Strangers(self._context, self._socket)
+            self._strangers = _Strangers(self._context, self._socket)
         if curve is not None:
             curve.guard_inbox(self._socket)
         if ":" in address:
@@ -231,7 +239,7 @@ class Inbox:
         self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
 
     def strangers_left_memory(self) -> bool:
-        """Whether many connections of strangers were closed; see `Strangers.left_memory`."""
+        """Whether many connections of strangers were closed; see `_Strangers`."""
         return self._strangers is not None and self._strangers.left_memory(monotonic())
 
     def close(self) -> None:
@@ -242,3 +250,49 @@ class Inbox:
             self._direct.close()
         self.poller.close()
         self._socket.close()
+
+
+class _Strangers:
+    """Counts the connections to an inbox whose handshake has failed: they may leave memory behind.
+
+    ZeroMQ holds what a stranger's connection sends, up to one frame, until it is closed. Then the
+    memory is free, but malloc keeps it (see `zrpc.runtime.allocator`). So the worker counts these
+    connections, and gives free memory back to the system after many. For one thread at a time.
+
+    Args:
+        context: of the inbox.
+        inbox: a socket that is about to listen.
+    """
+
+    def __init__(self, context: zmq.Context[Any], inbox: zmq.Socket[Any]) -> None:
+        self._inbox = inbox
+        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+        address = f"inproc://zrpc-strangers-{id(self)}"
+        inbox.monitor(address, _FAILURES)
+        # No limit: otherwise libzmq's I/O thread would wait for room.
+        self._monitor.rcvhwm = 0
+        self._monitor.connect(address)
+        self._left = 0
+        self._next = 0.0
+
+    def left_memory(self, now: float) -> bool:
+        """Whether many have left since this last returned True; must be called often.
+
+        Args:
+            now: the time in seconds, on a clock that does not go back.
+        """
+        while True:
+            try:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._left += 1
+        if self._left < _MANY_STRANGERS or now < self._next:
+            return False
+        self._left, self._next = 0, now + _STRANGERS_PAUSE_SECONDS
+        return True
+
+    def close(self) -> None:
+        """Counts no more."""
+        self._inbox.disable_monitor()
+        self._monitor.close(linger=0)

@@ -71,6 +71,7 @@ class Network:
         self.reconnects = 0
         self._mailboxes: dict[int, AnyMailbox] = {}
         self._bulk: dict[int, AnyMailbox] = {}  # for large messages
+        self._both = self._mailboxes, self._bulk
         self._dropped: set[int] = set()  # peers that get no new mailbox
         self._endpoints: dict[int, str] = {}
         self.tcp_endpoint = ""
@@ -166,8 +167,7 @@ class Network:
         Raises:
             zmq.ZMQError: as for `send`.
         """
-        both = (self._mailboxes, self._bulk)
-        ways = [boxes for boxes in both if peer in boxes] or [self._mailboxes]
+        ways = [boxes for boxes in self._both if peer in boxes] or [self._mailboxes]
         for boxes in ways:
             mailbox = boxes.get(peer) or self._open(peer, boxes)
             frame = first(int(boxes is self._bulk), len(ways), mailbox.sent)
@@ -211,7 +211,7 @@ class Network:
         """Closes the mailboxes of a peer that is lost or has left, with all queued messages."""
         with self._lock:
             self._dropped.add(peer)
-            dropped = [boxes.pop(peer) for boxes in (self._mailboxes, self._bulk) if peer in boxes]
+            dropped = [boxes.pop(peer) for boxes in self._both if peer in boxes]
             for mailbox in dropped:
                 self._sent_before[peer, mailbox.way] += mailbox.sent_bytes
         for mailbox in dropped:
@@ -240,14 +240,13 @@ class Network:
 
     def sent(self, peers: Iterable[int]) -> int:
         """Returns the number of counted messages that were ever sent to these peers."""
-        both = (self._mailboxes, self._bulk)
-        return sum(boxes[peer].sent for peer in peers for boxes in both if peer in boxes)
+        return sum(boxes[peer].sent for peer in peers for boxes in self._both if peer in boxes)
 
     def sent_bytes(self) -> Counter[tuple[int, str]]:
         """Returns the bytes that were ever sent, by peer and way; see `Mailbox.way`."""
         with self._lock:
             sent = self._sent_before.copy()
-            for boxes in (self._mailboxes, self._bulk):
+            for boxes in self._both:
                 for peer, mailbox in boxes.items():
                     sent[peer, mailbox.way] += mailbox.sent_bytes
         return sent
@@ -262,8 +261,8 @@ class Network:
         self._lock = UninterruptedLock()  # a thread of the parent may have held the other
         self._closed = True
         self.descriptors.close()
-        self._abandoned = self._mailboxes, self._bulk  # not freed: their sockets would be closed
-        self._mailboxes, self._bulk = {}, {}
+        self._abandoned = self._both  # not freed: their sockets would be closed
+        self._mailboxes, self._bulk = self._both = {}, {}
 
     def close(self, linger: float, lost: Collection[int]) -> None:
         """Closes all sockets and removes the private directory. Idempotent.

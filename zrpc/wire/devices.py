@@ -16,7 +16,7 @@ import torch
 
 from zrpc import stand_in
 from zrpc.errors import SerializationError
-from zrpc.wire.extent import window
+from zrpc.wire.memory import address_of, window
 from zrpc.wire.page_locks import page_locks
 
 CPU = "cpu"
@@ -151,7 +151,7 @@ def fetched(buffers: Sequence[Any], memory: Callable[[int], Any] | None) -> list
     if whole is None:
         return [_on_cpu(b) if isinstance(b, torch.Tensor) else b for b in buffers]
     devices = [buffer.device for buffer in buffers if isinstance(buffer, torch.Tensor)]
-    start = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+    start = address_of(whole)
     page_locks.note_copy(start, sum(sizes), devices)
     rest = memoryview(whole).cast("B")
     copies = []
@@ -175,8 +175,7 @@ def _copy(buffer: Any, target: memoryview) -> None:
     if source.readonly:
         target[:] = source
     else:  # other threads can run meanwhile
-        start, end = (ctypes.c_char.from_buffer(each) for each in (source, target))
-        ctypes.memmove(ctypes.addressof(end), ctypes.addressof(start), source.nbytes)
+        ctypes.memmove(address_of(target), address_of(source), source.nbytes)
 
 
 def to_device(tensor: torch.Tensor, name: str) -> torch.Tensor:

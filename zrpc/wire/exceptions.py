@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from zrpc import stand_in
-from zrpc.by_value import ByValuePickler
 from zrpc.error_parts import ErrorReducers, copy_of_error, pickle_can_make
-from zrpc.errors import RemoteError, RpcError, SerializationError
+from zrpc.errors import RemoteError, RpcError
 from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.cut import cut_off
@@ -130,18 +129,16 @@ def error_text(body: Any) -> str:
 def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | None:
     """Returns the error as a pickle that is known to load, or None."""
     if _is_outcome(error):
-        return _checked(error, lambda outcome: pickle.dumps(_SentOutcome(outcome)))
+        return _checked(error, partial(_dump, in_graph=in_graph))
     if not isinstance(error, Exception):
         return None  # SystemExit and its like must not stop the caller
     if stand_in.is_active() and not pickle_can_make(error):
         return None  # as in torch
     copies = stand_in.is_active()  # for a caller whose script lacks a name
-    pickled = _checked(error, partial(_dump, _CuttingPickler if in_graph else _Pickler))
+    pickled = _checked(error, partial(_dump, in_graph=in_graph))
     if pickled is None or (b"__main__" in pickled and (copies or not same_main)):
-        by_value: Callable[..., bytes] = partial(dumps, reducers=_LEFT_OUT)
-        if in_graph:
-            by_value = partial(_dump, _ByValueCuttingPickler)
-        return _checked(error, partial(by_value, same_main=same_main, copies=copies))
+        first = partial(_reduce_tensor, in_graph=in_graph)
+        return _checked(error, partial(dumps, same_main=same_main, copies=copies, first=first))
     return pickled
 
 
@@ -154,26 +151,18 @@ def _checked(error: BaseException, dumps: Callable[[Any], bytes]) -> bytes | Non
         return None
 
 
-def _dump(pickler: Callable[..., pickle.Pickler], error: BaseException, **options: Any) -> bytes:
+def _dump(error: BaseException, in_graph: bool) -> bytes:
     file = io.BytesIO()
-    pickler(file, **options).dump(error)
+    pickler = _Pickler(file)
+    pickler.in_graph = in_graph
+    pickler.dump(error)
     return file.getvalue()
 
 
-def _is_outcome(error: BaseException) -> bool:
+def _is_outcome(error: Any) -> bool:
     """Whether a function has called ``pytest.skip``, ``pytest.xfail`` or ``pytest.fail``."""
     outcomes = sys.modules.get("_pytest.outcomes")  # loaded, if it was called
     return outcomes is not None and type(error) in [getattr(outcomes, n) for n in _OUTCOMES]
-
-
-class _SentOutcome:
-    """Arrives as the outcome: pytest's classes claim to be in a module in which they are not."""
-
-    def __init__(self, outcome: Any) -> None:
-        self._parts = type(outcome).__name__, outcome.args, vars(outcome)
-
-    def __reduce__(self) -> Any:
-        return _outcome, self._parts
 
 
 def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
@@ -198,40 +187,16 @@ def _reduce_tensor(value: Any, in_graph: bool) -> Any:
     return NotImplemented
 
 
-def _reduce_left_out(value: torch.Tensor) -> Any:
-    reduced = _reduce_tensor(value, in_graph=False)
-    if reduced is NotImplemented:
-        raise SerializationError("it goes with the message")
-    return reduced
-
-
-_LEFT_OUT: dict[type, Callable[[Any], Any]] = dict.fromkeys(
-    (torch.Tensor, torch.nn.Parameter), _reduce_left_out
-)
-
-
 class _Pickler(pickle.Pickler):
-    """Takes exceptions apart."""
+    """Takes exceptions apart, and cuts tensors from their graph if there is one."""
 
     dispatch_table = ErrorReducers()
     in_graph = False
 
     def reducer_override(self, obj: Any) -> Any:
+        if _is_outcome(obj):  # pytest's classes claim to be in a module in which they are not
+            return _outcome, (type(obj).__name__, obj.args, vars(obj))
         return _reduce_tensor(obj, self.in_graph)
-
-
-class _CuttingPickler(_Pickler):
-    """Cuts tensors from their graph, too."""
-
-    in_graph = True
-
-
-class _ByValueCuttingPickler(ByValuePickler):
-    """The same for what only cloudpickle pickles."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        reduced = _reduce_tensor(obj, in_graph=True)
-        return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
 def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:

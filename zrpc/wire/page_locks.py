@@ -12,19 +12,18 @@ another worker, so nothing may wait for the unlocking: a thread of its own does 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Protocol
 
 import torch
 
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.wire.memory import address_of
 
 # The type of devices whose driver can lock memory.
 _LOCKING = "cuda"
@@ -34,16 +33,6 @@ COPIES = 8
 MAX_BYTES = 1 << 32
 # So that it counts as locked for all devices.
 _PORTABLE = 1
-
-
-class Driver(Protocol):
-    """What locks memory for devices of one type."""
-
-    def lock(self, address: int, nbytes: int, device: torch.device) -> bool:
-        """Locks memory; returns whether it could."""
-
-    def unlock(self, address: int) -> None:
-        """Unlocks the memory that begins there, when the devices have no work left."""
 
 
 class CudaRuntime:
@@ -83,7 +72,7 @@ class MappedMemory(mmap.mmap):
     @property
     def address(self) -> int:
         """The address of its first byte."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self))
+        return address_of(self)
 
     def end(self) -> None:
         """Stays mapped until it is unlocked, if it is locked: for `__del__`."""
@@ -110,7 +99,7 @@ class PageLocks:
         ended: locked memory that nothing refers to any longer.
     """
 
-    def __init__(self, driver: Driver, limit: int = MAX_BYTES) -> None:
+    def __init__(self, driver: CudaRuntime, limit: int = MAX_BYTES) -> None:
         self._driver = driver
         self._limit = limit
         self.nbytes = 0

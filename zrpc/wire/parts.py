@@ -12,10 +12,10 @@ from typing import Any
 from typing_extensions import override
 
 from zrpc.wire.devices import DeviceMap
-from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY
 from zrpc.wire.message import Message
 from zrpc.wire.pickling import Encoder
+from zrpc.wire.unpickling import Holes
 
 
 class PartEncoder(Encoder):

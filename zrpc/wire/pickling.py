@@ -28,19 +28,14 @@ from zrpc.runtime.compiler import when_compiler_is_loaded
 from zrpc.runtime.interrupts import raise_if_of_handler, suppressing, uninterrupted
 from zrpc.wire.compiled import reduce_compiled_function, reduce_compiled_module, reduce_compiler
 from zrpc.wire.devices import DeviceMap, fetched
-from zrpc.wire.envelope import Envelope
 from zrpc.wire.graph_capture import check_modes, count_modes, is_tracing, uncaptured, warn
-from zrpc.wire.holes import Holes
 from zrpc.wire.member_id import NOBODY, MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.reducers import REDUCERS, Reducer, packing, reduce_method_by_value, with_attributes
 from zrpc.wire.subclasses import check_sendable, reduce_in_graph
 from zrpc.wire.tensors import INLINE_BYTES, TensorWriter
-from zrpc.wire.unpickling import Decoder
+from zrpc.wire.unpickling import Decoder, Holes
 
-Reducers = Mapping[type, Reducer]
-
-_NO_REDUCERS: Reducers = {}
 _dispatch_table: dict[type, Reducer] = {**copyreg.dispatch_table, **REDUCERS}
 
 
@@ -110,7 +105,7 @@ class _ByValuePickler(ByValuePickler):
 
     Args:
         *args: as for `ByValuePickler`.
-        reducers: tried first, by type.
+        first: tried first; returns NotImplemented for what it does not reduce.
         **options: as for `ByValuePickler`.
     """
 
@@ -118,19 +113,20 @@ class _ByValuePickler(ByValuePickler):
         {types.MethodType: reduce_method_by_value}, _dispatch_table, ByValuePickler.dispatch_table
     )
 
-    def __init__(self, *args: Any, reducers: Reducers = _NO_REDUCERS, **options: Any) -> None:
+    def __init__(self, *args: Any, first: Reducer | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._reducers = reducers
+        self._first = first
 
     def reducer_override(self, obj: Any) -> Any:
         """Refuses tensors that can't be sent; reduces functions, and tensors of subclasses."""
         current: Encoder = packing.encoder
-        if type(obj) in self._reducers:
+        if self._first is not None:
             with suppressing(Exception):
-                reduced = self._reducers[type(obj)](obj)
-                if isinstance(obj, torch.Tensor):
+                reduced = self._first(obj)
+                if reduced is not NotImplemented and isinstance(obj, torch.Tensor):
                     return with_attributes(current, obj, reduced)
-                return reduced
+                if reduced is not NotImplemented:
+                    return reduced
         check_sendable(obj)
         reduced = reduce_compiled_function(obj)
         if reduced is not NotImplemented and self.path_in_main(obj) is not None:
@@ -152,6 +148,17 @@ class _ByValuePickler(ByValuePickler):
                 f"a copy has {message.nbytes} bytes, and may have {_MAX_COPY_BYTES}"
             )
         return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
+
+
+class Envelope:
+    """Something of zrpc's own, in which the program's values are sent."""
+
+    __slots__ = ()
+
+    @property
+    def contents(self) -> Sequence[Any]:
+        """The program's values."""
+        raise NotImplementedError
 
 
 class Encoder:
@@ -405,7 +412,7 @@ def dumps(
     obj: Any,
     same_main: bool = False,
     copies: bool = False,
-    reducers: Reducers = _NO_REDUCERS,
+    first: Reducer | None = None,
     whole: str | None = None,
 ) -> bytes:
     """Returns an object as a pickle that may hold all that a message does, except for RRefs.
@@ -414,14 +421,15 @@ def dumps(
         obj: the object.
         same_main: whether a name in ``__main__`` means the same where the pickle is read.
         copies: whether a copy is added for each such name, in case that it is missing there.
-        reducers: tried first, by type; if one fails, the object is reduced as in a message.
+        first: reduces some objects before all else; NotImplemented for the others. What it fails to
+            reduce is reduced as in a message.
         whole: a name in ``__main__`` that the receiver lacks: what it means goes by value.
 
     Raises:
         SerializationError: ``obj`` can't be pickled.
     """
     message = Message(0)
-    packer = _BytesEncoder(same_main, copies=copies, reducers=reducers, whole=whole)
+    packer = _BytesEncoder(same_main, copies=copies, first=first, whole=whole)
     packer.pack(obj, message)
     return pickle.dumps(_Packed(message), pickle.HIGHEST_PROTOCOL)
 

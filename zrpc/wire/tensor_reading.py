@@ -1,4 +1,7 @@
-"""Makes the tensors of a message from its table; see `zrpc.wire.tensors` for the way there."""
+"""What messages say of tensors, and how they are made from that.
+
+See `zrpc.wire.tensors` for the way there.
+"""
 
 from __future__ import annotations
 
@@ -12,24 +15,48 @@ from typing import Any
 import torch
 
 from zrpc.errors import ProtocolError
-from zrpc.wire.alignment import aligned
 from zrpc.wire.devices import CPU, to_device
-from zrpc.wire.tensor_rows import (
-    CONJUGATE,
-    DTYPES,
-    META,
-    NEGATIVE,
-    PARAMETER,
-    PLAIN_DTYPES,
-    REQUIRES_GRAD,
-    WHOLE_FIELDS,
-    StorageRow,
-    TensorRow,
-    WholeRow,
-)
+from zrpc.wire.memory import aligned
 from zrpc.wire.views import Relation
 
 _CPU = torch.device("cpu")
+
+# The dtypes of plain tensors. Messages contain their indices, so a new one goes to the end.
+PLAIN_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+PLAIN_NUMBERS = {dtype: number for number, dtype in enumerate(PLAIN_DTYPES)}
+DTYPES = {str(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
+
+# Flags.
+REQUIRES_GRAD = 1
+PARAMETER = 2
+CONJUGATE = 4
+NEGATIVE = 8
+META = 16
+
+# One storage: its bytes, or the index of its frame. On a device, this, the device and a dtype.
+Bytes = bytes | int
+StorageRow = Bytes | tuple[Bytes, str, str]
+# One tensor: the index of its storage (-1 or a device: none), the offset there in bytes, dtype,
+# shape, stride, flags.
+TensorRow = tuple[int | str, int, str, tuple[int, ...], tuple[int, ...], int]
+# A contiguous tensor that shares no memory: the number of its dtype, shape, storage, flags.
+WholeRow = tuple[int, tuple[int, ...], StorageRow, int]
+WHOLE_FIELDS = 4
+# A plain tensor: the number of its dtype, shape, bytes.
+PlainRow = tuple[int, tuple[int, ...], bytes | pickle.PickleBuffer]
 
 
 def make_plain(number: int, shape: tuple[int, ...], data: Any) -> torch.Tensor:

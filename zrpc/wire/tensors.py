@@ -24,10 +24,9 @@ from typing import Any
 import torch
 
 from zrpc.errors import SerializationError
-from zrpc.wire.alignment import ALIGNMENT
 from zrpc.wire.devices import CPU, DeviceMap, finest, flattened, unmapped
-from zrpc.wire.extent import begin_of, end_of, extent_of, window
-from zrpc.wire.tensor_rows import (
+from zrpc.wire.memory import ALIGNMENT, begin_of, end_of, extent_of, window
+from zrpc.wire.tensor_reading import (
     CONJUGATE,
     META,
     NEGATIVE,

@@ -13,8 +13,8 @@ import torch
 
 from zrpc.errors import SerializationError
 from zrpc.runtime.interrupts import raise_if_of_handler
-from zrpc.wire.alignment import aligned
 from zrpc.wire.kind import ANSWERS, REQUESTS
+from zrpc.wire.memory import aligned
 from zrpc.wire.message import Message
 from zrpc.wire.tensor_reading import read_table
 from zrpc.wire.views import Relation, relate
@@ -116,6 +116,19 @@ def decoder() -> Decoder:
     if current is None:
         raise SerializationError("this pickle is part of a message and can only be read there")
     return current
+
+
+class Holes(list[Any]):
+    """The values that are left out of a part, in the order of their fills."""
+
+    def leave_out(self, value: Any) -> tuple[Callable[[int], Any], tuple[int]]:
+        """Returns how a value is pickled that each message has a fill for."""
+        self.append(value)
+        return _fill, (len(self) - 1,)
+
+
+def _fill(index: int) -> Any:
+    return decoder().fills[index]
 
 
 def unpack_part(part: Message, fills: Sequence[Any]) -> Any:

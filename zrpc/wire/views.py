@@ -14,7 +14,7 @@ import torch
 from torch._C._autograd import CreationMeta, _set_creation_meta
 from torch.autograd.function import BackwardCFunction
 
-from zrpc.wire.extent import begin_of, end_of
+from zrpc.wire.memory import begin_of, end_of
 
 # A view has few nodes. Above this number the walk has missed its base.
 _MAX_NODES = 64

@@ -12,7 +12,6 @@ import zrpc
 from tests.services.shm.conftest import Lend
 from tests.services.shm.sharing import (
     LARGE,
-    MIB,
     drop,
     keep,
     kept,
@@ -53,23 +52,6 @@ def test_idle_segments_are_closed_and_forgotten(joined: Mesh) -> None:
     until_returned(layer)
     for i in range(3):
         assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
-
-
-def test_what_the_pool_closes_to_make_room_the_receivers_forget(make_mesh: MakeMesh) -> None:
-    mesh = make_mesh(workers=3, options={"shared_memory": 3 * MIB})
-    layer = service_of(mesh, 0)
-    with mesh.agent(0).as_current():
-        for i in range(12):
-            for rank in (1, 2):
-                count = LARGE // 4 + (i * 7 % 12) * LARGE // 12
-                assert zrpc.rpc_sync(rank, torch.numel, (large(i, count),)) == count
-            until_returned(layer)
-        until(
-            lambda: len(set(segments_mapped() + segments_open())) == len(layer.pool),
-            lambda: f"{len(segments_mapped())} are mapped, {len(layer.pool)} in the pool",
-            within=5,
-            collect=True,
-        )
 
 
 # -- where there is no shared memory -----------------------------------------------------

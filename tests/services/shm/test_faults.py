@@ -32,7 +32,6 @@ from tests.support.refusals import refusing
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.services.shm import borrowed
-from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message, parse
@@ -214,20 +213,3 @@ def test_an_answer_that_is_sent_later_keeps_its_segment(joined: Mesh) -> None:
     assert theirs.pool.lent == 1
     del value
     until_returned(theirs)
-
-
-def test_a_segment_that_can_not_be_written_is_free_again(
-    joined: Mesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours = service_of(joined, 0)
-
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Segment, "write", fail)
-        with pytest.raises(MemoryError, match="can't be sent"):
-            zrpc.rpc_sync(1, torch.neg, (large(1),))
-    assert ours.pool.lent == 0
-    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
-    until_returned(ours)

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import zrpc
 from tests.services.shm.sharing import (
@@ -23,7 +19,6 @@ from tests.services.shm.sharing import (
     until_returned,
 )
 from tests.support.waiting import until
-from zrpc.services.shm.segments import Segment, SegmentPool
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90, options={"rpc_timeout": 40})
@@ -101,81 +96,3 @@ def test_after_the_end_of_the_worker_nothing_can_be_held(joined: Mesh) -> None:
     assert int(tensor[-1]) == 1  # as long as somebody reads it
     del tensor
     until(lambda: segments_mapped() == [], collect=True)
-
-
-class HeldMachine(RuleBasedStateMachine):
-    """In any order of events, no segment is written while anybody may read it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = SegmentPool(4 * MIB)
-        self.held: list[Segment] = []
-        self.lent: list[tuple[Segment, int]] = []
-        self.worn: set[int] = set()
-
-    def teardown(self) -> None:
-        self.pool.close()
-
-    @rule()
-    def hold(self) -> None:
-        segment = self.pool.hold(MIB)
-        if segment is None:
-            assert len({id(each) for each in self.used()}) >= 4
-            return
-        assert segment not in self.used()
-        assert segment.number not in self.worn
-        assert self.pool.written(segment)
-        self.held.append(segment)
-
-    def used(self) -> list[Segment]:
-        return [*self.held, *(segment for segment, _ in self.lent)]
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data(), borrower=st.integers(1, 3))
-    def lend(self, data: Any, borrower: int) -> None:
-        segment = data.draw(st.sampled_from(self.held))
-        if self.pool.lend_held(segment, borrower):
-            self.lent.append((segment, borrower))
-        else:
-            assert segment.number in self.worn
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def release(self, data: Any) -> None:
-        segment = data.draw(st.sampled_from(self.held))
-        self.held.remove(segment)
-        self.pool.release(segment)
-
-    @precondition(lambda self: self.lent)
-    @rule(data=st.data(), keeps=st.booleans())
-    def end(self, data: Any, keeps: bool) -> None:
-        loan = data.draw(st.sampled_from(self.lent))
-        self.lent.remove(loan)
-        segment, borrower = loan
-        if keeps:
-            self.worn.add(segment.number)
-        (self.pool.retire if keeps else self.pool.give_back)(segment.number, borrower)
-
-    @rule(borrower=st.integers(1, 3))
-    def lose(self, borrower: int) -> None:
-        self.worn |= {segment.number for segment, of in self.lent if of == borrower}
-        self.lent = [loan for loan in self.lent if loan[1] != borrower]
-        self.pool.retire_lent_to(borrower)
-
-    @rule()
-    def shrink(self) -> None:
-        self.pool.close_idle(float("inf"))
-        assert len(self.pool) == len({id(segment) for segment in self.used()})
-
-    @invariant()
-    def what_is_used_is_open(self) -> None:
-        assert {each.number for each in self.used()} <= set(self.pool.segments)
-        assert self.pool.lent == len({segment.number for segment, _ in self.lent})
-
-
-TestHeldMachine = pytest.mark.system(HeldMachine.TestCase)
-TestHeldMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
-    suppress_health_check=list(HealthCheck),
-)

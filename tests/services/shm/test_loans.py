@@ -134,12 +134,16 @@ def test_a_request_that_cant_be_unpickled_is_returned(joined: Mesh, lends: list[
     until_returned(service_of(joined, 0))
 
 
-def test_an_answer_whose_call_failed_before_is_returned(joined: Mesh, lends: list[Lend]) -> None:
-    with pytest.raises(ZeroDivisionError):
-        zrpc.rpc_sync(1, fail_with, (large(1),))
-    assert len(lends) == 1
+@pytest.mark.zrpc(workers=4)
+def test_receivers_of_one_tensor_do_not_see_each_other(joined: Mesh, lends: list[Lend]) -> None:
+    sent = large(1)
+    for rank in range(1, 4):
+        zrpc.rpc_sync(rank, keep, (rank, sent))
+    assert sorted(lend.borrower for lend in lends) == [1, 2, 3]
+    kept()[1].fill_(1)
+    kept()[2].fill_(2)
+    assert torch.equal(kept()[3], sent)
+    assert torch.equal(sent, large(1))
+    assert kept()[1].sum() == LARGE
+    drop(1, 2, 3)
     until_returned(service_of(joined, 0))
-
-
-def fail_with(tensor: Any) -> None:
-    raise ZeroDivisionError

@@ -30,7 +30,7 @@ from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.agent.agent import Agent
 from zrpc.services.shm.borrowed import MAX_KNOWN
-from zrpc.services.shm.records import record
+from zrpc.services.shm.segments import record
 from zrpc.testing import Mesh
 from zrpc.testing.procfs import descriptors
 from zrpc.transport.descriptors import DescriptorSocket

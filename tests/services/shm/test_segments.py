@@ -12,14 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    Bundle,
-    RuleBasedStateMachine,
-    consumes,
-    initialize,
-    invariant,
-    rule,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tests.services.shm.sharing import MIB, inode_of, segments_mapped, segments_open
 from zrpc.services.shm.segments import Segment, SegmentPool
@@ -212,107 +205,126 @@ def test_if_the_system_has_no_more_nothing_is_lent_or_left_behind(
 
 
 CAPACITY = 2 * MIB
-borrowers = st.integers(0, 2)
+SIZES = st.integers(8, CAPACITY // 3)
+BORROWERS = st.integers(0, 2)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of what the two sides do: the pool's books, the system's, and the bytes agree."""
+    """In any order of events, no segment is written while anybody may read it."""
 
-    lent_out = Bundle("lent_out")
-
-    @initialize()
-    def start(self) -> None:
+    def __init__(self) -> None:
+        super().__init__()
         self.pool = SegmentPool(CAPACITY)
-        self.lent: dict[int, tuple[Segment, int, tuple[int, bytes]]] = {}
-        self.gone: set[int] = set()
-        self.counter = 0
+        self.lent: list[tuple[Segment, int]] = []
+        self.held: list[Segment] = []
+        self.buffers: dict[int, Any] = {}
+        self.stamps: dict[int, tuple[int, bytes]] = {}
+        self.worn: set[int] = set()  # what a borrower may go on reading
 
     def teardown(self) -> None:
-        if hasattr(self, "pool"):
-            self.pool.close()
-            assert segments_open() == segments_mapped() == []
+        self.buffers.clear()
+        self.pool.close()
+        assert segments_open() == segments_mapped() == []
 
-    @rule(
-        target=lent_out,
-        sizes=st.lists(st.integers(1, CAPACITY // 3), min_size=1, max_size=4),
-        borrower=borrowers,
-    )
-    def lend(self, sizes: Any, borrower: Any) -> Any:
+    def used(self) -> set[int]:
+        return {each.number for each in (*self.held, *(segment for segment, _ in self.lent))}
+
+    def stamp(self, segment: Segment, place: int) -> None:
+        """Writes something to a segment that nobody else uses."""
+        assert segment.number not in self.used() | self.worn
+        stamp = os.urandom(8)
+        fill(segment, place, stamp)
+        assert self.pool.written(segment)
+        self.stamps[segment.number] = place, stamp
+
+    def is_full(self, *sizes: int) -> bool:
+        return bool(self.used()) or sum(sizes) + 64 * len(sizes) > CAPACITY - 4096
+
+    @rule(sizes=st.lists(SIZES, min_size=1, max_size=4), borrower=BORROWERS)
+    def lend(self, sizes: list[int], borrower: int) -> None:
         lent = self.pool.lend(sizes, borrower)
         if lent is None:
-            free = [n for n in self.numbers() if n not in self.lent]
-            assert self.lent or sum(sizes) + 64 * len(sizes) > CAPACITY - 4096, free
-            return None
+            assert self.is_full(*sizes)
+            return
         segment, offsets = lent
-        assert self.pool.written(segment)
-        assert segment.number not in self.lent, "lent twice at a time"
-        assert segment.number not in self.gone, "lent after it was given up"
-        self.counter += 1
-        stamp = self.counter.to_bytes(8, "little")[: sizes[-1]]
-        place = offsets[-1] + sizes[-1] - len(stamp)
-        fill(segment, place, stamp)
-        self.lent[segment.number] = (segment, borrower, (place, stamp))
-        return segment.number
+        self.stamp(segment, offsets[-1] + sizes[-1] - 8)
+        self.lent.append((segment, borrower))
 
-    @rule(number=consumes(lent_out))
-    def give_back(self, number: Any) -> None:
-        if number in self.lent:
-            self.check_bytes(number)
-            _, borrower, _ = self.lent.pop(number)
-            self.pool.give_back(number, borrower)
+    @rule(size=SIZES)
+    def hold(self, size: int) -> None:
+        segment = self.pool.hold(size)
+        if segment is None:
+            assert self.is_full(size)
+            return
+        buffer = self.buffers[segment.number] = segment.hold(size)
+        self.stamp(segment, size - 8)
+        self.pool.hold_until_freed(segment, buffer, shared=False)
+        self.held.append(segment)
 
-    @rule(number=lent_out, borrower=borrowers)
-    def give_back_what_is_another_workers(self, number: Any, borrower: Any) -> None:
-        if number is not None and not (number in self.lent and self.lent[number][1] == borrower):
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), borrower=BORROWERS)
+    def lend_held(self, data: Any, borrower: int) -> None:
+        segment = data.draw(st.sampled_from(self.held))
+        if self.pool.lend_held(segment, borrower):
+            self.lent.append((segment, borrower))
+        else:
+            assert segment.number in self.worn
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        segment = data.draw(st.sampled_from(self.held))
+        self.held.remove(segment)
+        del self.buffers[segment.number]
+        self.pool.release_ended()
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), keeps=st.booleans())
+    def give_back(self, data: Any, keeps: bool) -> None:
+        loan = data.draw(st.sampled_from(self.lent))
+        self.lent.remove(loan)
+        segment, borrower = loan
+        if keeps:
+            self.worn.add(segment.number)
+        (self.pool.retire if keeps else self.pool.give_back)(segment.number, borrower)
+
+    @precondition(lambda self: self.lent)
+    @rule(data=st.data(), borrower=BORROWERS)
+    def give_back_what_is_another_workers(self, data: Any, borrower: int) -> None:
+        number = data.draw(st.sampled_from(self.lent))[0].number
+        if (number, borrower) not in [(segment.number, of) for segment, of in self.lent]:
             self.pool.give_back(number, borrower)
             self.pool.retire(number, borrower)
 
-    @rule(number=consumes(lent_out))
-    def give_up(self, number: Any) -> None:
-        if number in self.lent:
-            _, borrower, _ = self.lent.pop(number)
-            self.pool.retire(number, borrower)
-            self.gone.add(number)
-
-    @rule(borrower=borrowers)
-    def lose(self, borrower: Any) -> None:
+    @rule(borrower=BORROWERS)
+    def lose(self, borrower: int) -> None:
+        self.worn |= {segment.number for segment, of in self.lent if of == borrower}
+        self.lent = [loan for loan in self.lent if loan[1] != borrower]
         self.pool.retire_lent_to(borrower)
-        for number in [n for n, (_, b, _) in self.lent.items() if b == borrower]:
-            del self.lent[number]
-            self.gone.add(number)
 
     @rule(now=st.sampled_from([NEVER, ALWAYS]))
-    def shrink(self, now: Any) -> None:
-        free = len(self.pool) - self.pool.lent
-        closed = [segment.number for segment in shrink(self.pool, now)]
-        assert len(closed) == (free if now == ALWAYS else 0)
-        assert not self.gone & set(closed)
-        self.gone.update(closed)
-
-    def numbers(self) -> Any:
-        return set(self.pool.segments)
-
-    def check_bytes(self, number: Any) -> None:
-        segment, _, (place, stamp) = self.lent[number]
-        assert content(segment, place, len(stamp)) == stamp
+    def shrink(self, now: float) -> None:
+        before = len(self.pool)
+        shrink(self.pool, now)
+        assert len(self.pool) == (len(self.used()) if now == ALWAYS else before)
 
     @invariant()
     def the_books_are_right(self) -> None:
-        if not hasattr(self, "pool"):
-            return
-        sizes = {inode_of(segment): segment.size for segment in self.pool.segments.values()}
-        assert self.pool.lent == len(self.lent)
-        assert self.lent.keys() <= self.numbers()
+        segments = self.pool.segments
+        sizes = {inode_of(segment): segment.size for segment in segments.values()}
+        assert self.used() <= set(segments)
+        assert self.pool.lent == len({segment.number for segment, _ in self.lent})
         assert self.pool.size == sum(sizes.values()) <= CAPACITY
         assert segments_open() == sorted(sizes)
-        assert set(segments_mapped()) <= sizes.keys()  # those that were used again
-        for number in self.lent:
-            self.check_bytes(number)
+        assert set(segments_mapped()) <= sizes.keys()  # what was held or used again
+        for number in self.used():
+            place, stamp = self.stamps[number]
+            assert content(segments[number], place, 8) == stamp
 
 
 TestPoolMachine = pytest.mark.system(PoolMachine.TestCase)
 TestPoolMachine.settings = settings(
-    max_examples=40,
-    stateful_step_count=25,
+    max_examples=60,
+    stateful_step_count=30,
     suppress_health_check=list(HealthCheck),
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import zrpc
-import zrpc.autograd as dist_autograd
 from tests.services.shm.conftest import Lend
 from tests.services.shm.sharing import (
     LARGE,
@@ -38,10 +36,6 @@ from zrpc.testing.plugin import MakeMesh
 pytestmark = sends_by_segments
 
 
-def buffer(i: Any) -> Any:
-    return pickle.PickleBuffer(bytearray([i]) * MIB)
-
-
 def views_of(count: Any) -> Any:
     base = large(1, count)
     return base[: count // 2].view(-1, 8), base
@@ -64,15 +58,6 @@ def test_arguments_and_results_go_by_shared_memory_both_ways(
     assert [lend.pool for lend in lends] == [ours, theirs] * 5
     assert [lend.borrower for lend in lends] == [1, 0] * 5
     assert {tuple(lend.sizes) for lend in lends} == {(4 * LARGE,)}
-
-
-def test_segments_are_used_again(joined: Mesh, lends: list[Lend]) -> None:
-    pool = service_of(joined, 0).pool
-    for i in range(8):
-        assert zrpc.rpc_sync(1, torch.numel, (large(i),)) == LARGE
-        until_returned(service_of(joined, 0))
-    assert len({lend.number for lend in lends}) == 1
-    assert pool.size <= 2 * 4 * LARGE + MIB
 
 
 async def means_from_a_coroutine(count: Any) -> Any:
@@ -145,29 +130,6 @@ def test_tensors_that_share_storage_share_it_on_arrival(joined: Mesh, lends: lis
     assert base[0] == -7
 
 
-def array(value: Any) -> Any:
-    return np.arange(LARGE, dtype=np.float64).reshape(8, -1) * value
-
-
-def test_arrays(joined: Mesh, lends: list[Lend]) -> None:
-    held = [zrpc.rpc_sync(1, echo, (array(i),)) for i in range(4)]
-    for i, received in enumerate(held):
-        np.testing.assert_array_equal(received, array(i))
-    assert {lend.borrower for lend in lends} == {0, 1}
-    held[0][:] = -1
-    np.testing.assert_array_equal(held[1], array(1))
-    lent = service_of(joined, 1)
-    assert lent.pool.lent == 4
-    rows = [held.pop()[3] for _ in range(2)]
-    del received
-    held.clear()
-    until_returned(lent, 2)
-    zrpc.rpc_sync(1, echo, (array(9),))
-    assert [row[1] for row in rows] == [(3 * LARGE / 8 + 1) * i for i in (3, 2)]
-    rows.clear()
-    until_returned(lent)
-
-
 def test_arrays_read_only_arrays_and_tensors_in_one_message(
     joined: Mesh, lends: list[Lend]
 ) -> None:
@@ -180,48 +142,6 @@ def test_arrays_read_only_arrays_and_tensors_in_one_message(
         np.testing.assert_array_equal(np.asarray(got), np.asarray(was))
     assert len(lends) == 2
     assert not received[1].flags.writeable
-
-
-def test_a_buffer_is_lent_as_long_as_anything_of_it_is_used(
-    joined: Mesh, lends: list[Lend]
-) -> None:
-    lent = service_of(joined, 1)
-    received = zrpc.rpc_sync(1, buffer, (7,))
-    assert type(received) is memoryview
-    assert lent.pool.lent == 1
-    part = received[10:20]
-    number = memoryview(received)[8:16].cast("q")
-    again = zrpc.rpc_sync(1, echo, (received,))  # sent on
-    assert {lend.borrower for lend in lends} == {0, 1}
-    received.release()
-    del received
-    for i in range(4):
-        assert bytes(zrpc.rpc_sync(1, buffer, (i,))[:1]) == bytes([i])
-    assert bytes(part) == bytes([7]) * 10
-    assert bytes(again) == bytes([7]) * MIB
-    assert lent.pool.lent >= 2
-    del part, again
-    until_returned(lent, 1)
-    zrpc.rpc_sync(1, buffer, (9,))
-    assert bytes(number) == bytes([7]) * 8
-    del number
-    until_returned(lent)
-
-
-def test_gradients(joined: Mesh, lends: list[Lend]) -> None:
-    leaf = large(1).mul_(1e-3).requires_grad_()
-    with dist_autograd.context() as context_id:
-        loss = (zrpc.rpc_sync(1, torch.mul, (leaf, leaf)) * 2).sum()
-        dist_autograd.backward(context_id, [loss])
-        gradient = dist_autograd.get_gradients(context_id)[leaf]
-        assert torch.allclose(gradient, 4 * leaf.detach())
-    # There: the leaf and the gradient of the product; back: the product and two gradients.
-    ours, theirs = (service_of(joined, rank).pool for rank in range(2))
-    assert sum(lend.pool is ours for lend in lends) >= 2
-    assert sum(lend.pool is theirs for lend in lends) >= 2
-    del loss, gradient
-    for rank in range(2):
-        until_returned(service_of(joined, rank))
 
 
 def test_a_call_to_itself(joined: Mesh) -> None:

@@ -24,7 +24,7 @@ from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.elastic.log import MembershipLog
 from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
 from zrpc.transport.address import is_alive
-from zrpc.transport.listener_probe import ListenerProbe
+from zrpc.transport.probes import ListenerProbe
 
 
 def join_running(

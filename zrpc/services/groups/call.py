@@ -24,12 +24,11 @@ from zrpc.runtime import garbage_collector
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.service import GroupService, Part
 from zrpc.wire.devices import DeviceMap, UnmappedDevice
-from zrpc.wire.envelope import Envelope
 from zrpc.wire.kind import Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 from zrpc.wire.parts import PartEncoder
-from zrpc.wire.pickling import register_reducer
+from zrpc.wire.pickling import Envelope, register_reducer
 from zrpc.wire.unpickling import decoder, unpack_part
 
 # A call that is made within this time has the timeout of the whole: an error then says where that

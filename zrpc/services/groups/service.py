@@ -36,7 +36,7 @@ from zrpc.errors import RpcCancelledError
 from zrpc.functions import async_execution
 from zrpc.runtime.gates import Gates
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.shm.holds import Share
+from zrpc.services.shm.segments import Share
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -104,8 +104,7 @@ class Part:
 
     def is_beside(self, member: MemberId) -> bool:
         """Returns whether the message to a member goes without the blocks, as far as is known."""
-        membership = self._service.agent.membership
-        near = member != membership.own_id and membership.reaches_by_ipc(member)
+        near = self._service.shm.reaches(member)
         return self._share is not None and (near or member in self.relays)
 
     def _reduce(self) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 The heartbeats of such a peer are answered, so it is never declared dead. But calls to it wait for
 their whole time-out. So large packets are sent to a peer that lives and has not answered a question
-for some seconds; see `zrpc.transport.path_probe`.
+for some seconds; see `zrpc.transport.probes`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection
 
 from zrpc.agent.agent import Agent
-from zrpc.transport.path_probe import PathProbe
+from zrpc.transport.probes import PathProbe
 from zrpc.wire.member_id import MemberId
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zrpc.errors import ProtocolError
-from zrpc.services.shm.records import Place
-from zrpc.services.shm.segments import MAX_SEGMENTS
+from zrpc.services.shm.segments import MAX_SEGMENTS, Place
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.page_locks import MappedMemory, page_locks
 
@@ -54,16 +53,14 @@ class Loan:
         owner: the worker that owns the segment.
         number: the number of the segment among the owner's.
         memory: the mapping. Weak: the views keep it, and a loan of a closed agent should not.
-        views: weak references to the views of it that are the buffers of the message.
-        left: how many views are not freed; counted in the I/O thread.
+        whole: what the buffers of the message are views of.
         keep: whether the segment must not be used again, since a fork of this process may read it.
     """
 
     owner: MemberId
     number: int
     memory: weakref.ref[SegmentMap]
-    views: list[weakref.ref[Any]]
-    left: int
+    whole: weakref.ref[Any]
     keep: bool = False
 
 
@@ -71,8 +68,8 @@ class Loans:
     """All that is lent to one worker. For one thread at a time, except for `ended`.
 
     Attributes:
-        ended: the weak references to views that have been freed.
-        open: loans that have not ended, by the identity of the weak references to their views.
+        ended: the weak references to what was lent, when all views of it have been freed.
+        open: loans that have not ended, by the identity of these weak references.
     """
 
     def __init__(self) -> None:
@@ -133,24 +130,21 @@ class Loans:
         if private:
             memory = memory.private()
         # Arrays of ctypes and not memoryviews: whatever is made from an array's buffer refers to
-        # the array; made from a memoryview, it may refer to the object below.
-        views = [(ctypes.c_char * size).from_buffer(memory, offset) for offset, size in places]
-        # A view may be freed in any thread, at any moment. That is only recorded, by a C function,
-        # which no signal handler interrupts (what that raised would be lost).
-        watched = [weakref.ref(view, self.ended.append) for view in views]
-        loan = Loan(owner, number, weakref.ref(memory), watched, len(views))
-        self.open.update(dict.fromkeys(map(id, watched), loan))
-        return views
+        # the array; made from a memoryview, it may refer to the object below. So the views keep the
+        # array of all, and it is freed with the last one.
+        whole = (ctypes.c_char * room).from_buffer(memory)
+        # That may be in any thread, at any moment. It is only recorded, by a C function, which no
+        # signal handler interrupts (what that raised would be lost).
+        watched = weakref.ref(whole, self.ended.append)
+        self.open[id(watched)] = Loan(owner, number, weakref.ref(memory), watched)
+        return [(ctypes.c_char * size).from_buffer(whole, offset) for offset, size in places]
 
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []
         while self.ended:
             loan = self.open.pop(id(self.ended.popleft()), None)
-            if loan is None:  # there was no memory to enter it
-                continue
-            loan.left -= 1
-            if loan.left == 0:
+            if loan is not None:  # else there was no memory to enter it
                 loans.append(loan)
         return loans
 

@@ -11,7 +11,8 @@ causes no page fault. A segment that is used again is mapped. Measured for 100 M
 time: 50 ms by ``pwrite`` and 85 through a mapping if the segment is fresh; later 35 and 12.
 
 A segment is a memfd: memory with a descriptor and no name, which is freed when no process has it
-open or mapped, however the processes exit.
+open or mapped, however the processes exit. A message says by records which segments have its
+buffers, and where; notes say what becomes of segments.
 """
 
 from __future__ import annotations
@@ -22,9 +23,13 @@ import errno
 import fcntl
 import mmap
 import os
+import struct
 import time
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 from operator import attrgetter
 from typing import Any
 
@@ -44,6 +49,38 @@ MAX_SEGMENTS = 128
 _libc = ctypes.CDLL(None)
 _MADV_POPULATE_WRITE = 23
 
+NOTE = struct.Struct("<BQ")  # verb, number of the segment
+
+
+class Verb(IntEnum):
+    """What a note about a segment says."""
+
+    RETURN = 1  # use this segment again
+    KEEP = 2  # never use this segment again: I may read it without limit, or can't open it
+    CLOSED = 3  # this segment is not lent again
+
+
+Place = tuple[int, int]  # offset and size of a buffer
+_RECORD = struct.Struct("<QQ")  # number of a segment, how many places follow
+_PLACE = struct.Struct("<QQ")
+
+
+def record(number: int, offsets: Sequence[int], sizes: Sequence[int]) -> bytes:
+    """Returns what a message says of the buffers that it has in one segment."""
+    return b"".join((_RECORD.pack(number, len(sizes)), *map(_PLACE.pack, offsets, sizes)))
+
+
+def read_records(data: bytes) -> list[tuple[int, list[Place]]]:
+    """Returns the numbers of the segments that a message names, each with its places."""
+    found, start = [], 0
+    while start < len(data):
+        number, count = _RECORD.unpack_from(data, start)
+        start += _RECORD.size
+        end = start + count * _PLACE.size
+        found.append((number, list(_PLACE.iter_unpack(data[start:end]))))
+        start = end
+    return found
+
 
 class Segment:
     """A piece of shared memory of this process, of ``size`` bytes.
@@ -53,6 +90,9 @@ class Segment:
         borrowers: the workers that it is lent to, and how often.
         known_to: the workers that have got its descriptor.
         held: whether this worker holds it, to lend it again.
+        buffer: the buffer in it that this worker holds it for.
+        shared: whether it is held for a `Share`: then no other message lends it.
+        address: where it is mapped, if it is.
         was_held: whether this worker was the last one to write to it so.
         kept_by: borrowers that may use it without limit; so it is not written again.
         writing: whether a thread is copying into it; then it is not closed.
@@ -71,7 +111,9 @@ class Segment:
             os.close(self.fd)
             raise
         self._memory: MappedMemory | None = None
-        self._address = 0
+        self.address = 0
+        self.buffer: weakref.ref[Any] | None = None
+        self.shared = False
         self.fresh = True
         self.borrowers: Counter[MemberId] = Counter()
         self.known_to: set[MemberId] = set()
@@ -111,7 +153,7 @@ class Segment:
             self._map()
         if self._memory is not None and not rest.readonly:
             source = (ctypes.c_char * rest.nbytes).from_buffer(rest)
-            ctypes.memmove(self._address + offset, source, rest.nbytes)
+            ctypes.memmove(self.address + offset, source, rest.nbytes)
             return
         while rest:  # the system writes 2 GiB at a time at most
             count = os.pwrite(self.fd, rest, offset)
@@ -121,11 +163,11 @@ class Segment:
         """Maps the segment, with all its pages at once; or not, if the system refuses."""
         with contextlib.suppress(OSError):
             self._memory = MappedMemory(self.fd, self.size)
-            self._address = self._memory.address
+            self.address = self._memory.address
             page_locks.add(self._memory)
             # Without this each page costs a fault at its first use. An older Linux has no such
             # advice, and does nothing.
-            address, size = ctypes.c_void_p(self._address), ctypes.c_size_t(self.size)
+            address, size = ctypes.c_void_p(self.address), ctypes.c_size_t(self.size)
             _libc.madvise(address, size, _MADV_POPULATE_WRITE)
 
     def close(self) -> None:
@@ -135,6 +177,29 @@ class Segment:
         """
         os.close(self.fd)
         self._memory = None
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """Buffers in a segment that is held, which messages to several workers may name.
+
+    Each reader maps it privately, so that none sees what another one writes.
+
+    Attributes:
+        segment: has the buffers.
+        record: says where, for the messages.
+        memory: the segment is held as long as this lives.
+    """
+
+    segment: Segment
+    record: bytes
+    memory: Any
+
+    def blocks(self) -> list[memoryview]:
+        """Returns the buffers, for messages that can't name the segment."""
+        whole = memoryview(self.memory).cast("B")
+        ((_, places),) = read_records(self.record)
+        return [whole[offset : offset + size] for offset, size in places]
 
 
 class SegmentPool:
@@ -147,6 +212,7 @@ class SegmentPool:
         segments: all segments by number.
         size: the number of bytes of all segments together.
         retired: segments that are not lent again, until the workers that have them mapped are told.
+        ended: the weak references to held buffers that have been freed; any thread may append.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -155,6 +221,7 @@ class SegmentPool:
         self.size = 0
         self._next_number = 0
         self.retired: list[Segment] = []
+        self.ended: deque[weakref.ref[Any]] = deque()
         self._closed = False
 
     def __len__(self) -> int:
@@ -182,7 +249,7 @@ class SegmentPool:
     def hold(self, size: int) -> Segment | None:
         """Takes a segment for this worker itself; returns None if the pool is full.
 
-        The caller maps it by `Segment.hold`, calls `written`, and ends by `release`.
+        The caller maps it by `Segment.hold`, and calls `written`, and `hold_until_freed` or `drop`.
         """
         segment = self._take(size)
         if segment is not None:
@@ -202,10 +269,37 @@ class SegmentPool:
         segment.borrowers[borrower] += 1
         return True
 
-    def release(self, segment: Segment) -> None:
-        """Holds a segment no longer: it is used again when its borrowers have returned it."""
-        segment.held = False
-        self._settle(segment)
+    def hold_until_freed(self, segment: Segment, buffer: Any, shared: bool) -> None:
+        """Holds a segment until the buffer at its beginning is freed.
+
+        Args:
+            segment: as returned by `hold`.
+            buffer: an array of ctypes, see `zrpc.services.shm.borrowed.Loans.borrow`.
+            shared: see `Segment`. The readers of a `Share` must not map it otherwise.
+        """
+        segment.buffer = weakref.ref(buffer, self.ended.append)
+        segment.shared = shared
+
+    def find(self, buffers: Sequence[Any], sizes: list[int]) -> tuple[Segment, list[int]] | None:
+        """Returns the held segment in which all these buffers lie, and the offset of each."""
+        held = [s for s in self.segments.values() if s.buffer is not None and not s.shared]
+        try:
+            starts = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in buffers]
+        except (TypeError, ValueError):  # memory that can't be written, or none: not a segment's
+            return None
+        end = max(start + size for start, size in zip(starts, sizes, strict=True))
+        for segment in held:
+            if segment.address <= min(starts) and end <= segment.address + segment.size:
+                return segment, [start - segment.address for start in starts]
+        return None
+
+    def release_ended(self) -> None:
+        """Holds what is freed no longer: it is used again when its borrowers have returned it."""
+        while self.ended:
+            buffer = self.ended.popleft()
+            for segment in [each for each in self.segments.values() if each.buffer is buffer]:
+                segment.held, segment.buffer = False, None
+                self._settle(segment)
 
     def drop(self, segment: Segment) -> None:
         """Closes a segment that was taken by `hold`: there was no memory for all of its pages."""

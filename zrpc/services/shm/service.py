@@ -29,9 +29,17 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import ProtocolError, RpcError, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.shm.borrowed import Loans
-from zrpc.services.shm.holds import Holds, Share
-from zrpc.services.shm.records import NOTE, Place, Verb, read_records, record
-from zrpc.services.shm.segments import Segment, SegmentPool, aligned
+from zrpc.services.shm.segments import (
+    NOTE,
+    Place,
+    Segment,
+    SegmentPool,
+    Share,
+    Verb,
+    aligned,
+    read_records,
+    record,
+)
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -51,7 +59,6 @@ class SharedMemoryService(Service, MessageHooks):
     Attributes:
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
-        holds: what this worker holds in its segments.
         idle_seconds: how long a free segment is kept for the next message.
         sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
@@ -70,7 +77,6 @@ class SharedMemoryService(Service, MessageHooks):
         # Without capacity it carries nothing.
         self.pool = SegmentPool(agent.options.shared_memory)
         self.loans = Loans()
-        self.holds = Holds()
         # The notes to send to each member. Guarded by the lock.
         self._notes: dict[MemberId, bytes] = {}
         self.sent_bytes = self.received_bytes = 0
@@ -117,10 +123,7 @@ class SharedMemoryService(Service, MessageHooks):
     @override
     def memory(self, member: MemberId, size: int) -> Any:
         """Returns memory in a segment for what is copied from devices, if that is possible."""
-        membership = self.agent.membership
-        if self._closed or size < LEAST_BYTES or member == membership.own_id:
-            return None
-        if not membership.reaches_by_ipc(member):
+        if self._closed or size < LEAST_BYTES or not self.reaches(member):
             return None
         with contextlib.suppress(MemoryError, RpcError):
             return self.hold(size)
@@ -147,6 +150,11 @@ class SharedMemoryService(Service, MessageHooks):
                     for number, _ in read_records(data):
                         self.pool.retire(number, member)
 
+    def reaches(self, member: MemberId) -> bool:
+        """Returns whether shared memory can be sent to a member: another worker of this host."""
+        membership = self.agent.membership
+        return member != membership.own_id and membership.reaches_by_ipc(member)
+
     def _note(self, member: MemberId, verb: int, number: int) -> None:
         """Adds a note for a member. The lock is held."""
         self._notes[member] = self._notes.get(member, b"") + NOTE.pack(verb, number)
@@ -158,12 +166,9 @@ class SharedMemoryService(Service, MessageHooks):
 
     def _carry_buffers(self, member: MemberId, message: Message) -> None:
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
-        membership = self.agent.membership
-        if sum(sizes) < LEAST_BYTES or member == membership.own_id:
+        if sum(sizes) < LEAST_BYTES or not self.reaches(member):
             return
-        if not membership.reaches_by_ipc(member):
-            return
-        lent = self._lend_held(message.buffers, sizes, member) if self.holds else None
+        lent = self._lend_held(message.buffers, sizes, member)
         if lent is None:
             lent = self._lend_copy(message.buffers, sizes, member)
         if lent is None:
@@ -180,7 +185,7 @@ class SharedMemoryService(Service, MessageHooks):
     ) -> tuple[Segment, list[int]] | None:
         """Lends the segment in which buffers lie, if this worker holds them in one."""
         with self._lock:
-            found = self.holds.find(buffers, sizes)
+            found = self.pool.find(buffers, sizes)
             return found if found is not None and self._lend_again(found[0], member) else None
 
     def _lend_copy(
@@ -217,7 +222,7 @@ class SharedMemoryService(Service, MessageHooks):
             return None
         offsets, end = aligned(sizes)
         with uninterrupted, contextlib.suppress(MemoryError, OSError, RpcError):
-            segment, memory = self._hold(end, found=False)
+            segment, memory = self._hold(end, shared=True)
             for buffer, offset in zip(buffers, offsets, strict=True):
                 segment.write(offset, buffer)
             with self._lock:
@@ -233,8 +238,7 @@ class SharedMemoryService(Service, MessageHooks):
             the message can't name them, so that it must have the buffers itself.
         """
         member, number = encoder.destination, share.segment.number
-        membership = self.agent.membership
-        if member == membership.own_id or not membership.reaches_by_ipc(member):
+        if not self.reaches(member):
             return None
         with self._lock:
             if self._closed or not self._lend_again(share.segment, member):
@@ -282,11 +286,11 @@ class SharedMemoryService(Service, MessageHooks):
             MemoryError: there is not so much shared memory left.
             NotInitializedError: this worker has shut down.
         """
-        return self._hold(size, found=True)[1]
+        return self._hold(size, shared=False)[1]
 
-    def _hold(self, size: int, found: bool) -> tuple[Segment, Any]:
+    def _hold(self, size: int, shared: bool) -> tuple[Segment, Any]:
         with self._lock:
-            self._end_holds()
+            self.pool.release_ended()
             segment = self.pool.hold(size)
         if segment is None:
             if self._closed:
@@ -307,15 +311,10 @@ class SharedMemoryService(Service, MessageHooks):
                 if buffer is None:
                     self.pool.drop(segment)
                 else:
-                    self.holds.add(buffer, segment, found)
+                    self.pool.hold_until_freed(segment, buffer, shared)
         if not there:
             raise has_shut_down()
         return segment, buffer
-
-    def _end_holds(self) -> None:
-        """Releases the segments of buffers that are freed. The lock is held."""
-        for segment in self.holds.released():
-            self.pool.release(segment)
 
     # -- in the I/O thread ---------------------------------------------------------------
 
@@ -375,7 +374,7 @@ class SharedMemoryService(Service, MessageHooks):
 
     @override
     def after_turn(self) -> Sequence[tuple[Sized, Callable[[], None]]]:
-        containers = self.loans.ended, self.holds.ended, self._notes, self.pool.retired
+        containers = self.loans.ended, self.pool.ended, self._notes, self.pool.retired
         return [(each, self.send_notes) for each in containers]
 
     def send_notes(self) -> None:
@@ -384,7 +383,7 @@ class SharedMemoryService(Service, MessageHooks):
         That also happens by itself, soon. Any thread may call this.
         """
         with self._lock:
-            self._end_holds()
+            self.pool.release_ended()
             self._note_ended()
             for segment in self.pool.retired:
                 for member in segment.known_to:
