@@ -38,12 +38,20 @@ class Stream(Generic[R]):
         (0, [1, 4, 9])
     """
 
-    __slots__ = ("__weakref__", "_drop", "_take", "source")
+    __slots__ = ("__weakref__", "_drop", "_source", "_take")
 
     def __init__(self, source: Source, drop: Callable[[Source], None]) -> None:
         self._drop = drop
         self._take: Callable[[], R] = source.items.popleft
-        self.source = source
+        self._source = source
+
+    @property
+    def source(self) -> Source:
+        """What it takes its items from.
+
+        :meta private:
+        """
+        return self._source
 
     def __next__(self) -> R:
         while True:
@@ -51,11 +59,11 @@ class Stream(Generic[R]):
                 return self._take()
             except IndexError:
                 pass  # what follows is no part of this error
-            self.source.fill()
+            self._source.fill()
 
     def __iter__(self) -> Iterator[R]:
         """Yields the items, and closes the stream when the loop is left."""
-        take, fill = self._take, self.source.fill
+        take, fill = self._take, self._source.fill
         try:
             while True:
                 try:
@@ -76,7 +84,7 @@ class Stream(Generic[R]):
                 return self._take()
             except IndexError:
                 pass
-            await self.source.fill_async()
+            await self._source.fill_async()
 
     def __aiter__(self) -> AsyncIterator[R]:
         """Returns an iterator that closes the stream when it is dropped."""
@@ -95,9 +103,9 @@ class Stream(Generic[R]):
             (0, None, [])
         """
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
-            self._drop(self.source)
+            self._drop(self._source)
         else:
-            self.source.close()
+            self._source.close()
 
     def __enter__(self) -> Stream[R]:
         return self
@@ -113,12 +121,12 @@ class Stream(Generic[R]):
 
     def __del__(self) -> None:
         # Only notes it, as this may be in the midst of anything. Not if it was never filled.
-        source = getattr(self, "source", None)
+        source = getattr(self, "_source", None)
         if source is not None:
             self._drop(source)
 
     def __repr__(self) -> str:
-        return f"Stream({self.source.title})"
+        return f"Stream({self._source.title})"
 
     def __reduce__(self) -> NoReturn:
         raise RpcError(
