@@ -160,7 +160,7 @@ def _fitting(
         left_out: what the columns that can be left out show, that of the first one first.
         rows: what it shows.
         console: where it will be shown.
-        sorted_by: what the column shows by which the rows are sorted.
+        sorted_by: what the column shows that the rows are sorted by.
         chosen: the row to mark.
     """
     unbounded = console.options.update_width(_WIDEST)

@@ -90,10 +90,6 @@ async def fail_async() -> None:
     raise KeyError("on purpose")
 
 
-def stay() -> None:
-    rpc.current_call().wait_cancelled()
-
-
 @pytest.mark.parametrize("function", [relay, relay_async, relay_future])
 def test_a_nested_call_is_a_child_of_the_handler(mesh: Mesh, spans: Spans, function: Any) -> None:
     def program() -> Any:
@@ -146,9 +142,9 @@ def test_an_error_is_the_status_of_both_spans(mesh: Mesh, spans: Spans) -> None:
             assert span.attributes["error.type"] == "KeyError"
         (event,) = spans.one(function.__name__, SERVER).events
         assert event.name == "exception"
-    with pytest.raises(rpc.RpcTimeoutError):
-        mesh.run(0, rpc.rpc_sync, "worker1", stay, timeout=0.1)
-    span = spans.one("stay", CLIENT)
+    with Gate() as gate, pytest.raises(rpc.RpcTimeoutError):
+        mesh.run(0, rpc.rpc_sync, "worker1", gate.wait_inside, timeout=0.1)
+    span = spans.one("Gate.wait_inside", CLIENT)
     assert span.attributes["error.type"] == "RpcTimeoutError"
     assert span.status.status_code is StatusCode.ERROR
 

@@ -486,7 +486,7 @@ def test_a_function_that_raises_stop_iteration_has_failed(caller: Mesh) -> None:
 
 
 @pytest.mark.system
-def test_a_reader_that_polls_takes_no_item_and_may_do_so_for_long(caller: Mesh) -> None:
+def test_a_reader_that_polls_takes_no_item_and_may_do_so_beyond_its_timeout(caller: Mesh) -> None:
     gate = Gate()
 
     def run() -> Iterator[int]:

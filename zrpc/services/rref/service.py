@@ -216,7 +216,7 @@ class RRefService(Service, MessageHooks):
             sink: takes the outcome.
             wrap: returns what runs instead; it is given what returns the method and its arguments.
             subject: the value, and the call's place in the order of an actor's; by default as the
-                request says, of which nothing is left if it was dropped meanwhile.
+                request says. If that was dropped meanwhile, it says nothing any longer.
         """
         rref_id, *turn = subject or request.attachment(Tag.SUBJECT)
         value = self.find_value(rref_id)

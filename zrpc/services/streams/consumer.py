@@ -253,6 +253,6 @@ class Consumer(Source):
     def is_ready(self) -> bool:
         """Returns whether there are items, or a batch or an end that nobody opens yet.
 
-        Without the lock: whatever changes just now, the reader is notified of it afterwards.
+        Without the lock: whatever changes meanwhile, the reader is notified of it afterwards.
         """
         return bool(self.items) or (self.inflow.ready and not self._opening)
