@@ -16,6 +16,7 @@ import pytest
 from tests.launch.conftest import DRIVER, WAITS, Start, Write
 from tests.support.terminal import TerminalProgram
 from tests.support.waiting import until
+from zrpc.launch import Job, launch
 from zrpc.testing.procfs import children
 
 
@@ -83,6 +84,21 @@ def test_worker_that_exits_early_with_0_stops_no_other(start: Start, write: Writ
     )
     shown = "".join(f"[{rank}] a\udcff\0b\n[{rank}] \n[{rank}] last\n" for rank in range(2))
     assert start(script, nprocs=2, timeout=1e12).finish() == (0, shown, "")
+
+
+@pytest.mark.parametrize(
+    ("job", "error"),
+    [
+        ({"nprocs": 0}, "expected at least 1 worker, but got nprocs=0"),
+        ({"timeout": 0}, "expected a timeout above 0"),
+        ({"grace": float("nan")}, "expected a grace period of 0 or more seconds"),
+        ({"max_restarts": -1}, "0 or more restarts, but got -1"),
+    ],
+)
+def test_bad_jobs_are_refused(write: Write, job: dict[str, Any], error: str) -> None:
+    """Before any process is started."""
+    with pytest.raises(ValueError, match=error):
+        launch(Job(**{"target": write(""), **job}))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM])

@@ -183,6 +183,12 @@ def test_only_an_interrupt_is_forwarded_to_the_children_of_workers_too(waiting: 
     assert (code, err.count("KeyboardInterrupt")) == (130, 4)  # of the children, too
 
 
+def test_sigalrm_stops_the_launch_as_sigterm_does(waiting: Start) -> None:
+    before = "signal.signal(signal.SIGALRM, show)\n    signal.signal(signal.SIGTERM, show)"
+    code, out, _ = waiting(before, grace=0.5).stop(signal.SIGALRM)
+    assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
+
+
 @pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU])
 def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     waiting: Start, number: signal.Signals

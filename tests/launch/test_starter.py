@@ -21,6 +21,11 @@ def test_function_gets_its_arguments_and_returns_the_exit_code(starter: Starter)
     assert [starter.wait(pid, DEADLINE) for pid in (second, first)] == [3, 5]
 
 
+def test_function_must_be_given_with_its_module() -> None:
+    with pytest.raises(ValueError, match="module:qualname"):
+        Task.function("print")
+
+
 def test_task_environment_replaces_the_servers(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:

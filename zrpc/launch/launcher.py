@@ -106,6 +106,14 @@ class Job:
             ValueError: A value is out of its range, or the script is no Python script.
             FileNotFoundError: There is no such script or program.
         """
+        if self.nprocs < 1:
+            raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
+        if not 0 <= self.grace < math.inf:
+            raise ValueError(f"expected a grace period of 0 or more seconds, but got {self.grace}")
+        if self.max_restarts < 0:
+            raise ValueError(f"expected 0 or more restarts, but got {self.max_restarts}")
         self._check_address()
         if self.roles and self.elastic:
             raise ValueError(

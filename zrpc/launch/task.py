@@ -63,7 +63,13 @@ class Task:
                 doesn't have to import it.
             *args: Its arguments, which must be picklable.
             **kwargs: Its keyword arguments, which must be picklable.
+
+        Raises:
+            ValueError: `target` is not of that form.
         """
+        module, colon, name = target.partition(":")
+        if not (module and colon and name):
+            raise ValueError(f"expected 'module:qualname' for a function, but got {target!r}")
         return cls("function", target, payload=pickle.dumps((args, kwargs)))
 
     @classmethod

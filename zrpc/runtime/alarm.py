@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
 
 from zrpc.runtime.event_loop import EventLoop
-
-_NEVER = float("inf")
 
 
 class Alarm:
@@ -24,7 +23,7 @@ class Alarm:
         self._loop = loop
         self._look = look
         self._lock = threading.Lock()  # guards what follows; no other lock is taken with it
-        self._next = _NEVER
+        self._next = math.inf
 
     def set(self, due: float) -> None:
         """Sets the alarm to a time on the clock of ``time.monotonic``, unless it rings before."""
@@ -37,5 +36,5 @@ class Alarm:
     def _ring(self, due: float) -> None:
         with self._lock:
             if self._next == due:
-                self._next = _NEVER
+                self._next = math.inf
         self.set(self._look())

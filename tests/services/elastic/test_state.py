@@ -77,15 +77,14 @@ def test_a_rank_is_used_again_but_never_an_old_record(state: MembershipState) ->
 def test_a_worker_that_is_refused_may_ask_again(state: MembershipState) -> None:
     mine = record(1)
     apply(state, join(mine))
-    taken = "is not unique: WorkerInfo(id=1, name=w1) has that name or that rank"
     for other, words in (
-        (record(1, 1, name="x"), f"WorkerInfo(id=1, name=x) {taken}"),
-        (record(2, 2, name="w1"), f"WorkerInfo(id=2, name=w1) {taken}"),
-        (record(1, 3, name="x", restarts=1), taken),
-        (record(2, 4, name="w1", restarts=1), taken),
+        (record(1, 1, name="x"), "rank 1 is not unique: workers w1 and x"),
+        (record(2, 2, name="w1"), "worker name w1 is not unique: ranks 1 and 2"),
+        (record(1, 3, name="x", restarts=1), "rank 1 is not unique"),
+        (record(2, 4, name="w1", restarts=1), "worker name w1 is not unique"),
         (record(RANKS), f"expected a rank below {RANKS}, found {RANKS}"),
         (record(2, 5, size=3), "RPC group mixes statically and dynamically"),
-        (record(1, 6), taken),
+        (record(1, 6), "rank 1 is not unique: workers w1 and w1"),
     ):
         assert apply(state, join(other)) == []
         assert words in state.refusal(other.token)

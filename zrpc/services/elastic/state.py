@@ -264,7 +264,15 @@ class MembershipState:
         other = self.obstacle(record)
         if other is None:
             return None
-        return f"{record.info} is not unique: {other.info} has that name or that rank"
+        if other.rank == record.rank:
+            return (
+                f"rank {record.rank} is not unique: workers {other.name} and {record.name} both "
+                "ask for it"
+            )
+        return (
+            f"worker name {record.name} is not unique: ranks {other.rank} and {record.rank} both "
+            "ask for it"
+        )
 
     def _lose(self, member: MemberId, why: Reason, text: str = "") -> Change:
         record = self.members.pop(member)
