@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -103,3 +104,12 @@ def watched() -> Iterator[Watched]:
 def gate() -> Iterator[Gate]:
     with Gate() as gate:
         yield gate
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """What refers to itself is not freed."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -12,7 +12,7 @@ import itertools
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -88,15 +88,6 @@ MAKERS = [
     lambda: failed_with_a_cause(PickyError, 1, 2),
     failed_at_the_callee,
 ]
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """What refers to itself is not freed."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 async def await_inside(future: rpc.Future[Any]) -> None:

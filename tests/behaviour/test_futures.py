@@ -12,7 +12,7 @@ import operator
 import pickle
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,15 +28,6 @@ from tests.support.targets import echo, fail
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """What refers to itself is not freed."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Big:
