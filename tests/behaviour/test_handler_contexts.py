@@ -1,4 +1,7 @@
-"""What each handler has of its own: context variables, its current call, and modes of torch."""
+"""What each handler has of its own: context variables, its current call, and modes of torch.
+
+The modes of a receiver change nothing of what arrives.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import asyncio
 import contextlib
 import contextvars
 import decimal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -17,6 +20,8 @@ from torch.overrides import BaseTorchFunctionMode
 import zrpc as rpc
 from tests.support.identity import here
 from tests.support.targets import echo
+from tests.support.travel import LARGE, SMALL, back
+from tests.support.ways import WAYS
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
@@ -170,3 +175,71 @@ def test_a_mode_that_is_left_on_ends_with_its_handler(caller: Mesh) -> None:
             assert rpc.rpc_sync(1, here(modes)) == NO_MODE
     with torch.no_grad(), torch.autocast("cpu"):  # nor does it run in those of its caller
         assert rpc.rpc_sync(1, here(modes)) == NO_MODE
+
+
+# -- what arrives, whatever the modes of the receiver --------------------------------------------
+
+
+class Doubled:
+    """A value that torch computes on where it arrives."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Doubled._receive, (self.tensor,)
+
+    @classmethod
+    def _receive(cls, tensor: torch.Tensor) -> Doubled:
+        return cls(tensor * 2)
+
+
+class Unreadable:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("x",)
+
+
+@contextlib.contextmanager
+def inference_mode_with_grad() -> Iterator[None]:
+    with torch.inference_mode(), torch.enable_grad():
+        yield
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, inference_mode_with_grad])
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_what_arrives_does_not_depend_on_modes(shared: Mesh, mode: Any, size: int) -> None:
+    sent = torch.ones(size, requires_grad=True)
+    value = sent.detach(), sent, Doubled(sent), (sent[::2], torch.ones(3).to_sparse())
+    for call in WAYS:
+        with mode():
+            before = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+            plain, leaf, doubled, (values, coo) = call(1, echo, value)
+            with pytest.raises(rpc.SerializationError):
+                call(1, Unreadable)
+            assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
+        for tensor in (plain, leaf, doubled.tensor, values, coo):
+            assert not tensor.is_inference()
+        assert not plain.requires_grad
+        assert leaf.is_leaf
+        assert leaf.requires_grad
+        assert doubled.tensor.requires_grad
+        weight = torch.ones(size, requires_grad=True)
+        (plain * weight).sum().backward()  # which keeps what has arrived
+        assert weight.grad is not None
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_what_arrives_does_not_depend_on_default_device_and_dtype(shared: Mesh) -> None:
+    dense = torch.eye(3)
+    layouts = [dense.to_sparse(), dense.to_sparse_csr(), dense.to_sparse_csc()]
+    sent = [dense, torch.nn.Parameter(dense), dense.t()[:2], torch.ones(LARGE), *layouts]
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            received = back(sent)
+    finally:
+        torch.set_default_dtype(dtype)
+    for tensor, was in zip(received, sent, strict=True):
+        assert (tensor.device, tensor.dtype) == (was.device, was.dtype)
+        assert torch.equal(tensor.to_dense(), was.to_dense())
