@@ -283,6 +283,8 @@ class SegmentPool:
     def find(self, buffers: Sequence[Any], sizes: list[int]) -> tuple[Segment, list[int]] | None:
         """Returns the held segment in which all these buffers lie, and the offset of each."""
         held = [s for s in self.segments.values() if s.buffer is not None and not s.shared]
+        if not held:
+            return None
         try:
             starts = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in buffers]
         except (TypeError, ValueError):  # memory that can't be written, or none: not a segment's
