@@ -24,6 +24,7 @@ class Messages:
     """A network on which several requests have come, and their dispatcher."""
 
     receiver: Receiver
+    job_pool: Any = None
 
     def __init__(self, *messages: str) -> None:
         self.at_hand = deque((message,) for message in messages)
@@ -37,7 +38,7 @@ class Messages:
 
     def dispatch(self, at_hand: deque[tuple[str]]) -> None:
         at_hand.popleft()
-        self.receiver._threads.job = lambda: None  # a handler of this message
+        self.receiver._threads.job_pool = self.job_pool  # has the handler of this message
 
 
 class Pool:
@@ -71,12 +72,17 @@ def started(
 
 
 @pytest.mark.parametrize(
-    ("seconds", "left"), [(1e-6, 2), (1e-3, 0)], ids=["quick handlers", "short handlers"]
+    ("seconds", "handlers", "left"),
+    [(1e-6, True, 2), (1e-3, True, 0), (1e-6, False, 0)],
+    ids=["quick handlers", "short handlers", "quick callbacks"],
 )
-def test_other_messages_wait_for_quick_handlers_only(seconds: float, left: int) -> None:
+def test_other_messages_wait_for_quick_handlers_only(
+    seconds: float, handlers: bool, left: int
+) -> None:
     """Handlers that take longer may run side by side."""
     messages: Any = Messages("first", "second", "third")
     pool: Any = Pool(seconds)
+    messages.job_pool = pool if handlers else Pool(seconds)
     receiver = messages.receiver = started(messages, pool, Calls(0))
     receiver._turn(NEVER)
     assert len(messages.at_hand) == left

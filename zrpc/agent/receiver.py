@@ -119,7 +119,8 @@ class Receiver:
 
         In one thread at a time: the leading I/O thread, or a thread that receives in its place.
         Messages that have come with the first are dealt with too. They are left to the next turn if
-        a quick job must run after this one.
+        a quick handler must run after this one, but not for a callback: the answers to many calls
+        in flight would take a turn each.
 
         Returns:
             When the next turn must begin, though no message comes.
@@ -142,8 +143,8 @@ class Receiver:
             now = time.monotonic()
             due = now >= self._next_tick
             if self._shutdown.phase:
-                # With a job to run, this worker is not idle. It may be soon.
-                if due or self._threads.job is None:
+                # With a handler to run, this worker is not idle. It may be soon.
+                if due or self._threads.job_pool is not self._pool:
                     self._look()
                 self._next_tick = min(self._next_tick, now + self._shutdown.timing.look)
             # Before calls expire: a service may postpone their deadlines.
@@ -161,7 +162,7 @@ class Receiver:
         """Deals with the messages that have come with the first one of a turn."""
         at_hand = self._network.at_hand
         for _ in range(_MESSAGES_PER_TURN - 1):
-            if not at_hand or (self._threads.job is not None and self._pool.times.quick):
+            if not at_hand or (self._threads.job_pool is self._pool and self._pool.times.quick):
                 break
             self._dispatch(at_hand)
 

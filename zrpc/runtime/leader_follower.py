@@ -78,7 +78,7 @@ class LeaderFollower:
     Attributes:
         turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
             rests or is in a job, another thread may sit.
-        job: what the leader runs after its turn.
+        job_pool: the pool whose job the leader runs after its turn; None if it runs none.
         in_flight: the calls whose answers threads wait for; set before the start.
         seat: held by the thread that receives.
 
@@ -115,7 +115,8 @@ class LeaderFollower:
             gate.acquire()
         # Only the leader writes what follows, without a lock: its job, with the times of that
         # job's pool; its ident while it is in a turn; and the first pause of its next rest.
-        self.job: Callable[[], None] | None = None
+        self._job: Callable[[], None] | None = None
+        self.job_pool: HandlerPool | None = None
         self._job_times: JobTimes | None = None
         self.turn_ident = 0
         self._rest_check_seconds = _REST_CHECK_SECONDS
@@ -179,10 +180,11 @@ class LeaderFollower:
         if (
             self.turn_ident == threading.get_ident()
             and self._ready[1 - self._leader]
-            and self.job is None
+            and self._job is None
             and pool.admit(self.turn_ident)
         ):
-            self.job = partial(pool.run_as_guest, self.turn_ident, [job])
+            self._job = partial(pool.run_as_guest, self.turn_ident, [job])
+            self.job_pool = pool
             self._job_times = pool.times
             self._rest_check_seconds = _REST_CHECK_SECONDS
         else:
@@ -265,13 +267,15 @@ class LeaderFollower:
                 due = self._turn(math.inf)
             finally:
                 self.turn_ident = 0
-        job, self.job = self.job, None
+        job, self._job, self.job_pool = self._job, None, None
+        rests = False
+        if self._awaited is not None and not self._awaited.locked():
+            self._awaited = None
+            fresh = time.monotonic() - self._awaited_since < _LONGEST_SITTING
+            rests = fresh and not self.in_flight
         if job is None:
-            if self._awaited is not None and not self._awaited.locked():
-                self._awaited = None
-                fresh = time.monotonic() - self._awaited_since < _LONGEST_SITTING
-                if fresh and not self.in_flight:
-                    self._rest_while_others_sit(due)
+            if rests:
+                self._rest_while_others_sit(due)
             return
         try:
             with self._lock:
