@@ -129,18 +129,18 @@ class _Admission:
         return not late
 
     def _too_late(self, timeout: float) -> str:
-        size, missing = self._record.world_size, self._state.missing
-        if size and missing:
-            come = [self._state.members[member] for member in self._state.admitted]
+        own, size = self._record, self._record.world_size
+        others = [r for r in list(self._state.members.values()) if r.member_id != own.member_id]
+        come = [own, *others]  # also those that not all have read of yet
+        missing = set(range(size or 0)).difference(record.rank for record in come)
+        if missing:
             return (
                 f"expected {size} workers within {timeout:g} s, but {describe_missing(missing)}; "
                 f"{describe_hosts(come)}"
             )
-        members = list(self._state.members.values())
-        others = [r.info for r in members if r.member_id != self._record.member_id]
         return (
             f"expected all members of the mesh to know worker {self._record.name} within "
-            f"{timeout:g} s, but some did not answer. The members are {others}"
+            f"{timeout:g} s, but some did not answer. The others are {[r.info for r in others]}"
         )
 
 
