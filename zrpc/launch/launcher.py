@@ -106,8 +106,6 @@ class Job:
             ValueError: A value is out of its range, or the script is no Python script.
             FileNotFoundError: There is no such script or program.
         """
-        if self.nprocs < 1:
-            raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
         if self.timeout is not None and not self.timeout > 0:
             raise ValueError(f"expected a timeout above 0 seconds, but got {self.timeout}")
         if not 0 <= self.grace < math.inf:
@@ -125,6 +123,8 @@ class Job:
                 f"expected as many workers as the roles have, which is {len(Roles.of(self.roles))}"
                 f", but got nprocs={self.nprocs}: leave it out"
             )
+        if self.nprocs < 1:  # that of a role has a text of its own
+            raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
         if not re.fullmatch(r"[A-Za-z0-9_:-]{0,120}", self.name_prefix):
             raise ValueError(
                 "expected a name prefix of at most 120 letters, digits, '-', '_' and ':', but got "

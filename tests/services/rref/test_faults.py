@@ -123,10 +123,13 @@ def new_rrefs(count: int) -> list[zrpc.RRef[str]]:
 
 @pytest.mark.system
 def test_rrefs_in_a_lost_answer_keep_their_values_no_longer(caller: Mesh) -> None:
-    ask_often(caller)
     kept = zrpc.rpc_sync(1, new_rrefs, (3,))
-    with faults.drop(caller, 1, 0), pytest.raises(zrpc.RpcError, match="is lost"):
-        zrpc.rpc_sync(1, new_rrefs, (900,), timeout=0)
+    with faults.drop(caller, 1, 0) as fault:
+        future = zrpc.rpc_async(1, new_rrefs, (900,), timeout=0)
+        until(lambda: fault.happened)
+    ask_often(caller)  # from now on: what is dropped must be no answer to a question
+    with pytest.raises(zrpc.RpcError, match="is lost"):
+        future.wait()
     until(lambda: stats_of(caller, 1).rrefs_owned == 3)
     assert [rref.to_here() for rref in kept] == ["value 0", "value 1", "value 2"]
     del kept
