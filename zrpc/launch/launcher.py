@@ -123,7 +123,7 @@ class Job:
                 f"expected as many workers as the roles have, which is {len(Roles.of(self.roles))}"
                 f", but got nprocs={self.nprocs}: leave it out"
             )
-        if self.nprocs < 1:  # that of a role has a text of its own
+        if self.nprocs < 1:  # after the roles: one without workers is named
             raise ValueError(f"expected at least 1 worker, but got nprocs={self.nprocs}")
         if not re.fullmatch(r"[A-Za-z0-9_:-]{0,120}", self.name_prefix):
             raise ValueError(

@@ -121,9 +121,9 @@ class LeaderFollower:
         self.turn_ident = 0
         self._rest_check_seconds = _REST_CHECK_SECONDS
         # The gate of the call that a thread waits for although the leader receives, until the
-        # leader finds it open; and since when.
+        # leader finds it open; and until when the leader may rest for the answer to it.
         self._awaited: threading.Lock | None = None
-        self._awaited_since = 0.0
+        self._awaited_until = 0.0
         # Another thread than the leader writes these two while it holds the seat: its ident, and
         # how often others took the seat.
         self._sitter_ident = 0
@@ -236,7 +236,7 @@ class LeaderFollower:
             if others and (own_calls is None or others > own_calls()):
                 self.end_rest()
         elif own_calls is None:
-            self._awaited, self._awaited_since = gate, begun
+            self._awaited, self._awaited_until = gate, begun + _LONGEST_SITTING
 
     def end_rest(self) -> None:
         """Makes the leader receive again."""
@@ -268,13 +268,11 @@ class LeaderFollower:
             finally:
                 self.turn_ident = 0
         job, self._job, self.job_pool = self._job, None, None
-        rests = False
-        if self._awaited is not None and not self._awaited.locked():
+        answered = self._awaited is not None and not self._awaited.locked()
+        if answered:
             self._awaited = None
-            fresh = time.monotonic() - self._awaited_since < _LONGEST_SITTING
-            rests = fresh and not self.in_flight
         if job is None:
-            if rests:
+            if answered and not self.in_flight and time.monotonic() < self._awaited_until:
                 self._rest_while_others_sit(due)
             return
         try:

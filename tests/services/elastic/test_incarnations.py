@@ -159,10 +159,11 @@ def test_a_worker_that_joins_while_the_others_shut_down_is_waited_for(
         leaves.result(PATIENCE)
 
 
-def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic) -> None:
+@pytest.mark.parametrize("timeout", [0.2, 1e-6], ids=["in time to join", "too late to join"])
+def test_a_worker_that_fails_before_the_mesh_is_complete(elastic: Elastic, timeout: float) -> None:
     elastic.world_size = 2
     with pytest.raises(rpc.RendezvousError, match="rank 0 is missing"):
-        elastic.join("w1", 1, restarts=0, options={"init_timeout": 0.2})
+        elastic.join("w1", 1, restarts=0, options={"init_timeout": timeout})
     with ThreadPoolExecutor(2) as pool:
         found = [pool.submit(elastic.join, f"w{i}", i, restarts=i) for i in range(2)]
         first, second = (future.result() for future in found)
