@@ -151,6 +151,18 @@ def test_what_is_too_much_is_counted(caller: Mesh, door: Gate) -> None:
     assert [future.wait() for future in futures] == ["in"] * 5
 
 
+def test_a_handler_that_ends_while_its_worker_is_looked_at(caller: Mesh, door: Gate) -> None:
+    future = zrpc.rpc_async("worker1", knock)
+    door.await_entry()
+    snapshot = take_snapshot(caller.agent(1), 10)
+    snapshot.requests.clear()  # they are looked at after the threads
+    lines = "\n".join(Report(MeshView({snapshot.member: snapshot})).worker(snapshot))
+    door.opened.set()
+    assert future.wait() == "in"
+    assert "\n  Thread zrpc-worker1-" in lines
+    assert ", which runs " not in lines
+
+
 def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
     futures = [
         zrpc.rpc_async("worker1", knock_at, args=("worker0",), timeout=0),

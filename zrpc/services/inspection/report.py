@@ -192,11 +192,11 @@ class Report:
 
     def _who(self, node: Node) -> str:
         activity = self.graph.activity(node)
-        text = activity.name
         if activity.request is not None:
             asked = Node("request", node.member, activity.request)
-            text += f", which runs {self._request(self.graph.request(asked))},"
-        return text
+            if self.graph.knows(asked):  # else it ended while its worker was looked at
+                return f"{activity.name}, which runs {self._request(self.graph.request(asked))},"
+        return activity.name
 
     def _needs(self, node: Node, link: Link) -> str:
         if node.kind == "activity":
