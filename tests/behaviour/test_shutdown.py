@@ -236,6 +236,39 @@ def test_not_graceful_is_at_once_and_local(make_mesh: MakeMesh, transport: str, 
     leaving.result(SOON)
 
 
+def wait_then_call_back(gate: Gate) -> Any:
+    gate.wait_inside()
+    return rpc.rpc_sync(0, echo, (1,), timeout=SOON)
+
+
+@pytest.mark.system
+def test_a_handler_that_calls_as_its_worker_leaves_does_not_answer_that_it_is_closed(
+    make_mesh: MakeMesh,
+) -> None:
+    """At whichever step of the end: its caller learns that the worker has left."""
+
+    def run(number: int) -> None:
+        mesh = make_mesh(workers=2)
+        agent = mesh.agent(1)
+        with Gate() as gate:
+            with mesh.agent(0).as_current():
+                future = rpc.rpc_async(1, wait_then_call_back, (gate,))
+            gate.await_entry()
+
+            def go_on() -> None:
+                gate.open()
+                until(lambda: not agent.callee.requests)
+
+            with at_step(number, go_on):
+                agent.close()
+            with contextlib.suppress(rpc.WorkerDied):
+                assert future.wait() == 1
+        mesh.shutdown(graceful=False)
+
+    for number in range(1, 120, 4):
+        run(number)
+
+
 def until_lost(name: str) -> None:
     """Waits until this worker has declared another one lost, or was told to."""
 

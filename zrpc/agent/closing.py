@@ -37,9 +37,8 @@ class Closing:
         self._agent = agent
         self._shutdown = shutdown
         self._quiescence = Quiescence()
-        # Guards the change to `closed`.
         self._lock = UninterruptedLock()
-        self._closer = 0  # the ident of the thread that closes
+        self._closer = 0  # the ident of the thread that closes; the lock guards it
         self._ended = threading.Event()  # and has
 
     # -- in the I/O thread -----------------------------------------------------------------
@@ -86,7 +85,7 @@ class Closing:
         own = in_pool(agent.pool) or in_pool(agent.completions) or agent.event_loop.runs_here()
         # Of a finalizer, whose thread may be the one that receives.
         own = own or garbage_collector.interrupts_zrpc()
-        if agent.closed:
+        if agent.closed or self._closer:
             # Another thread may still close it, and wait for this one if it is one of the agent's.
             if not own and self._closer != threading.get_ident():
                 self._ended.wait(self._shutdown.timing.end)
@@ -121,9 +120,8 @@ class Closing:
         # All of it, even if a step raises. Handlers of signals run only in the waits for threads,
         # which are told to end before that.
         with uninterrupted, ExitStack() as rest, self._lock:
-            if self._agent.closed:
+            if self._agent.closed or self._closer:
                 return
-            self._agent.outbox.close()
             self._closer = threading.get_ident()
             for step in reversed(self._steps()):
                 rest.callback(step)
@@ -133,6 +131,9 @@ class Closing:
         agent = self._agent
         ended: list[bool] = []
         return [
+            # First: the error of a handler whose own call finds this worker closed is not answered.
+            agent.callee.requests.close,
+            agent.outbox.close,
             self._say_farewell,
             lambda: ended.append(agent.receiver.stop(self._patience_seconds)),
             agent.caller.calls.close,
@@ -152,7 +153,6 @@ class Closing:
         agent = self._agent
         gracefully = self._shutdown.phase >= Phase.SETTLED
         self._shutdown.leave_anyway()
-        agent.callee.requests.close()
         if not self._shutdown.done:
             for member in agent.membership.living:
                 known = agent.network.knows(member) or agent.dispatcher.received.get(member)
