@@ -191,6 +191,12 @@ def test_module_beside_the_script_wins_over_a_preloaded_one(
     assert output.endswith("\nTrue True last\n")
 
 
+def test_a_fresh_interpreter_starts_if_the_owner_has_removed_its_directory(marked: Any) -> None:
+    with Starter("spawn", env=marked.env) as server:
+        os.rmdir(server.make_directory())
+        assert server.wait(server.spawn(Task.function("builtins:int", 0)), DEADLINE) == 0
+
+
 def test_children_die_with_the_server(marked: Any) -> None:
     with Starter(preload=[], env=marked.env) as server:
         server.spawn(Task.function("time:sleep", 1000))

@@ -165,6 +165,7 @@ class _Server:
     # This process's, and those that its children lead.
     _sessions: set[int] = field(default_factory=lambda: {os.getsid(0)})
     _directories: list[str] = field(default_factory=list)
+    _own_directory: str = ""  # one of them that no owner knows, and may remove
     _selector: selectors.EpollSelector = field(default_factory=selectors.EpollSelector)
 
     def run(self) -> Task:
@@ -269,8 +270,8 @@ class _Server:
         """Starts a child that shares nothing with this process."""
         given = dict(zip(targets, fds, strict=True))
         moved = {fd: target for target, fd in given.items() if target > 2}
-        directory = self._directories[0] if self._directories else self._make_directory()
-        with tempfile.TemporaryFile(dir=directory) as file:
+        self._own_directory = self._own_directory or self._make_directory()
+        with tempfile.TemporaryFile(dir=self._own_directory) as file:
             pickle.dump(task, file)
             file.seek(0)
             code = _LOAD_TASK.format(file.fileno(), os.getpid(), moved, self._given)
