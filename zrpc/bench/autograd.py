@@ -1,7 +1,8 @@
-"""Workload: a training step of a model that is split over two workers."""
+"""Workloads: training steps whose model is on several workers."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -36,3 +37,26 @@ def training_step(session: Session, width: int) -> Callable[[], object]:
 
     check("the gradients on both workers to be above 0", once(read_gradients=True) > 0, True)
     return once
+
+
+def experts(session: Session, calls: int, width: int) -> Sample:
+    """Calls layers on all other workers in turn, as a mixture of experts does, then backward."""
+    rpc_async, dist_autograd = session.rpc.rpc_async, session.library.autograd
+    tokens = torch.ones(calls, width, requires_grad=True)
+
+    def once(read_gradients: bool = False) -> float:
+        with dist_autograd.context() as context_id:
+            routed = zip(tokens.unbind(), itertools.cycle(session.others), strict=False)
+            futures = [rpc_async(to, targets.layer, args=(token,)) for token, to in routed]
+            loss = torch.stack([future.wait() for future in futures]).sum()
+            dist_autograd.backward(context_id, [loss])
+            if not read_gradients:
+                return 0.0
+            args = (context_id, width)
+            sums = [rpc_async(to, targets.gradient_sum, args=args) for to in session.others]
+            gradient = dist_autograd.get_gradients(context_id)[tokens]
+            own: float = gradient.abs().sum(1).min().item()
+            return min(own, *(each.wait() for each in sums))
+
+    check("the gradients on all workers to be above 0", once(read_gradients=True) > 0, True)
+    return session.sampling.time(once)

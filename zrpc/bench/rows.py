@@ -206,6 +206,9 @@ _FLOORS = (
     _floor("push of 128 MiB of weights, over a copy of the model", "push", 1.5, 128 * _MIB),
     _floor("load of 128 MiB of weights, over a copy of the model", "load", 1.2, 128 * _MIB),
 )
+_EXPERTS = Row(
+    "256 calls to 4 workers in one context, and backward", "autograd:experts", (256, 256)
+)
 _TRAINERS = "parameter server, updates of 3 trainers per second"
 _OBSERVERS = "agent with 3 observers, steps per second"
 _PROGRAMS = (
@@ -226,6 +229,7 @@ GROUPS: tuple[Group, ...] = (
     Group("to all", _TO_ALL, workers=8, turns=2),
     Group("floors", _FLOORS),
     Group("autograd", _autograd_rows()),
+    Group("many calls in one context", (_EXPERTS,), workers=5, turns=2),
     Group("programs", _PROGRAMS, workers=4),
     Group("costs", _cost_rows()),
     Group("memory", _memory_rows(), fresh=True, turns=1),
