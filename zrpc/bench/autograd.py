@@ -55,8 +55,9 @@ def experts(session: Session, calls: int, width: int) -> Sample:
             args = (context_id, width)
             sums = [rpc_async(to, targets.gradient_sum, args=args) for to in session.others]
             gradient = dist_autograd.get_gradients(context_id)[tokens]
-            own: float = gradient.abs().sum(1).min().item()
-            return min(own, *(each.wait() for each in sums))
+            own = gradient.abs().sum(1).min().item()
+            least: float = min(own, *(each.wait() for each in sums))
+            return least
 
     check("the gradients on all workers to be above 0", once(read_gradients=True) > 0, True)
     return session.sampling.time(once)

@@ -47,7 +47,12 @@ def aligned(buffer: Any) -> memoryview:
 
 
 def extent_of(tensor: torch.Tensor) -> int:
-    """Returns the number of elements from the tensor's first to its last in memory, inclusive."""
+    """Returns the number of elements from the tensor's first to its last in memory, inclusive.
+
+    For a tensor with elements.
+    """
+    if tensor.is_contiguous():
+        return tensor.numel()
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
