@@ -36,7 +36,7 @@ _PLOT = bench_options.file("--plot", "plot_file", "Draw the results to this png,
 @click.group(
     invoke_without_command=True, short_help="Compare the speed of zrpc and torch.distributed.rpc."
 )
-@_against("torch", "ray", "monarch")
+@_against("torch", "ray", "monarch", "rpyc")
 @bench_options.rounds(5, "fresh processes of both libraries")
 @click.option(
     "--rows",
@@ -73,7 +73,7 @@ def command(
 ) -> None:
     """Compare the speed of zrpc and torch.distributed.rpc on this machine, in one run.
 
-    Or that of zrpc and the actors of Ray or Monarch, in the rows that these can do.
+    Or that of zrpc and the actors of Ray or Monarch, or RPyC, in the rows that these can do.
 
     Each round starts fresh processes for either library, and for the lower limit: raw ZeroMQ, or
     memcpy for large tensors; with --device, copies within the device. The table shows the median of

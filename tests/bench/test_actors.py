@@ -7,6 +7,7 @@ import importlib.util
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from zrpc.testing.procfs import children
 ACTOR_ROWS = [(group, row) for group in GROUPS for row in group.rows if row.measured_by("ray")]
 SHOWN_ROWS = ("empty call", "one way, 64 KiB", "RRef method", "each of 1,000 actor calls in flight")
 RAYS_ROWS = (
+    "compiled graph, echo of 1 MiB",
     "queue, items put and taken per second",
     "stream of 100 items of 1 MiB",
     "128 MiB to 7 workers by a group",
@@ -52,6 +54,9 @@ class _Threads:
     def queue(self) -> queue.Queue[Any]:
         return queue.Queue()
 
+    def compiled(self, peer: str, method: str, size: int) -> Any:
+        return nullcontext(lambda value: self.begin(peer, method, (value,))())
+
     def stop(self) -> None:
         for _, thread in self._peers.values():
             thread.shutdown()
@@ -77,7 +82,7 @@ def test_a_mesh_of_actors_leaves_nothing_behind(
     name: str, starter: Starter, tiny: Sampling
 ) -> None:
     if importlib.util.find_spec(name) is None:
-        pytest.skip(f"needs {name}: pip install -e '.[{name}]'")
+        pytest.skip(f"needs {name}: pip install '{ACTOR_LIBRARIES[name]}'")
     with Mesh(starter, name, 3) as mesh:
         pids, directory = children(starter.pid), mesh.directory
         assert len(pids) == 1

@@ -1,13 +1,17 @@
 """Libraries of actors, behind what the workloads use of an RPC module.
 
-Such a library starts the processes of its actors itself. So one process of the benchmark is enough:
-the one that calls them.
+The processes of the actors are started here, or by the library. So one process of the benchmark is
+enough: the one that calls them.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import pickle
+import socket
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol, cast
@@ -20,6 +24,11 @@ from zrpc.bench import targets
 from zrpc.bench.library import Library
 
 __all__ = ["ActorLibrary", "start"]
+
+# What a pickle adds to the bytes of a tensor, at most.
+_PICKLED_BYTES = 10_000
+# For a process to exit by itself.
+_EXIT_SECONDS = 5.0
 
 
 class Peer:
@@ -83,6 +92,11 @@ class _MoreOfActors(_Actors, Protocol):
     def queue(self) -> Queue:
         """Makes a queue."""
 
+    def compiled(
+        self, peer: str, method: str, size: int
+    ) -> AbstractContextManager[Callable[[Any], Any]]:
+        """Prepares the calls of a method whose argument and result have at most that many bytes."""
+
 
 class _Ray:
     def __init__(self, workers: int, directory: str) -> None:
@@ -120,6 +134,18 @@ class _Ray:
         made: Queue = RayQueue(actor_options={"num_cpus": 0})
         return made
 
+    @contextmanager
+    def compiled(self, peer: str, method: str, size: int) -> Iterator[Callable[[Any], Any]]:
+        from ray.dag import InputNode
+
+        with InputNode() as value:
+            graph = getattr(self._peers[peer], method).bind(value)
+        made = graph.experimental_compile(_buffer_size_bytes=size + _PICKLED_BYTES)
+        try:
+            yield lambda value: self._ray.get(made.execute(value))
+        finally:
+            made.teardown()
+
     def stop(self) -> None:
         self._ray.shutdown()
 
@@ -145,9 +171,62 @@ class _Monarch:
         shutdown_context().get()
 
 
+class _Rpyc:
+    """RPyC over pairs of Unix sockets. It refers to what can change: so tensors go as pickles."""
+
+    def __init__(self, workers: int) -> None:
+        import rpyc
+
+        self._connections = []
+        self._processes = []
+        self._calls: dict[str, Any] = {}
+        for rank in range(1, workers):
+            own, of_peer = socket.socketpair()
+            process = multiprocessing.get_context("fork").Process(target=_serve, args=(of_peer,))
+            process.start()
+            of_peer.close()
+            self._processes.append(process)
+            self._connections.append(rpyc.connect_stream(rpyc.SocketStream(own)))
+            self._calls[f"worker{rank}"] = rpyc.async_(self._connections[-1].root.call)
+
+    def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
+        result = self._calls[peer](method, _pickled(args or None))
+        return lambda: _unpickled(result.value)
+
+    def stop(self) -> None:
+        for connection in self._connections:
+            connection.close()
+        for process in self._processes:
+            process.join(_EXIT_SECONDS)
+            process.kill()
+            process.join()
+
+
+def _serve(connected: socket.socket) -> None:
+    """The process of a peer of RPyC; ends with the connection."""
+    import rpyc
+
+    peer = Peer()
+
+    class Service(rpyc.Service):  # type: ignore[misc]
+        def exposed_call(self, method: str, args: bytes | None) -> bytes | None:
+            return _pickled(getattr(peer, method)(*_unpickled(args) or ()))
+
+    rpyc.connect_stream(rpyc.SocketStream(connected), Service).serve_all()
+
+
+def _pickled(value: Any) -> bytes | None:
+    return None if value is None else pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+
+
+def _unpickled(data: bytes | None) -> Any:
+    return None if data is None else pickle.loads(data)
+
+
 _KINDS: dict[str, Callable[[int, str], _Actors]] = {
     "ray": _Ray,
     "monarch": lambda workers, directory: _Monarch(workers),
+    "rpyc": lambda workers, directory: _Rpyc(workers),
 }
 
 
@@ -203,6 +282,11 @@ class _Rpc:
 
     def group(self, members: Sequence[str]) -> Sequence[str]:
         return members
+
+    def compiled(
+        self, to: str, func: Callable[..., Any], size: int
+    ) -> AbstractContextManager[Callable[[Any], Any]]:
+        return self._more.compiled(to, func.__name__, size)
 
     def rpc_stream(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
         return self._more.stream(to, func.__name__, args)

@@ -8,7 +8,7 @@ from typing import Any
 
 LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
-ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7"}
+ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7", "rpyc": "rpyc>=6"}
 EVERY_LIBRARY = (*LIBRARIES, *ACTOR_LIBRARIES)
 _MODULES = {
     "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),

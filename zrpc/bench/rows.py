@@ -10,8 +10,10 @@ from functools import partial
 from zrpc.bench.library import ACTOR_LIBRARIES, EVERY_LIBRARY
 from zrpc.bench.row import Group, Limit, Row, Unit
 
-# Rows that all libraries can measure; those with streams and queues; zrpc alone.
+# Rows that all libraries can measure; many calls in flight; streams and queues; zrpc alone.
 _of_all = partial(Row, libraries=EVERY_LIBRARY)
+# With that many calls in flight, both ends of RPyC wait for ever until the other one reads.
+_of_many = partial(Row, libraries=[each for each in EVERY_LIBRARY if each != "rpyc"])
 _with_ray = partial(Row, libraries=("zrpc", "ray"))
 _own = partial(Row, libraries=("zrpc",))
 _KIB = 1024
@@ -147,7 +149,7 @@ _CALLS = (
     Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
 )
 _CALLS_AT_ONCE = (
-    _of_all("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE),
+    _of_many("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE),
     _of_all("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
 )
@@ -164,8 +166,14 @@ _REFERENCES = (
     Row("remote and to_here", "references:remote_to_here", limit=_zmq()),
     _of_all("RRef method", "references:method", limit=_zmq()),
     _of_all("actor call", "references:actor_call", limit=_zmq()),
-    _of_all("each of 1,000 actor calls in flight", "references:actor_calls_in_flight", (1000,)),
+    _of_many("each of 1,000 actor calls in flight", "references:actor_calls_in_flight", (1000,)),
     Row(_DROPPED, "references:made_and_dropped", (), Unit.RATE, _RATE),
+)
+# Beside Ray's fastest calls; zrpc's are plain ones.
+_GRAPHS = tuple(
+    _with_ray(f"compiled graph, echo of {name or 'None'}", "tensors:compiled_echo", (size,))
+    for name, size in {"": 0, **_SIZES}.items()
+    if not size or size >= _MIN_SHARED_BYTES
 )
 _QUEUE = "queue, items put and taken per second"
 _BATCHES = "queue, items taken in batches of 32 per second"
@@ -224,6 +232,7 @@ GROUPS: tuple[Group, ...] = (
     Group("fan-out", (_FAN_OUT,), workers=8),
     Group("first messages", (Row(_FIRST, "tensors:first_large", (10**8,)),), workers=6, turns=1),
     Group("references", _REFERENCES),
+    Group("compiled graphs", _GRAPHS),
     Group("queues and batches", _COLLECTED),
     Group("streams", _STREAMS, turns=2),
     Group("to all", _TO_ALL, workers=8, turns=2),

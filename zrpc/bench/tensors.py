@@ -34,6 +34,18 @@ def echo(session: Session, size: int) -> Sample:
     return session.time(lambda: rpc_sync(PEER, targets.echo, args=(tensor,)))
 
 
+def compiled_echo(session: Session, size: int) -> Sample:
+    """Sends a tensor, or None, and gets it back: by a graph that was compiled, if there are any."""
+    value = session.tensor(size, _ELEMENT) if size else None
+    if session.participant == "zrpc":
+        rpc_sync = session.rpc.rpc_sync
+        return session.sampling.time(lambda: rpc_sync(PEER, targets.echo, args=(value,)))
+    with session.rpc.compiled(PEER, targets.echo, size) as echo:
+        if value is not None:
+            check("the echo to be equal", torch.equal(echo(value), value), True)
+        return session.sampling.time(lambda: echo(value))
+
+
 def echo_many(session: Session, count: int, size: int) -> Sample:
     """Sends a list of tensors and gets it back."""
     rpc_sync = session.rpc.rpc_sync
