@@ -86,7 +86,10 @@ def test_bad_arguments_are_explained() -> None:
         (["--deadline", "0"], "0.0 is not in the range x>0"),
         (["--deadline", "inf"], "expected a finite number, but got inf"),
         (["--seconds", "nan"], "expected a finite number, but got nan"),
-        (["--against", "gloo"], "'gloo' is not one of 'torch', 'ray', 'monarch', 'rpyc', 'nothing'"),
+        (
+            ["--against", "gloo"],
+            "'gloo' is not one of 'torch', 'ray', 'monarch', 'rpyc', 'nothing'",
+        ),
         (["--json", "/no/such/place/f.json"], "there is no directory /no/such/place for f.json"),
         (["--json", "/proc/f.json"], "/proc/f.json can't be written: "),
         (["--plot", "f.docx"], "--plot draws a .png, .svg or .pdf, but got f.docx"),
