@@ -373,7 +373,8 @@ class SegmentPool:
             self._close(segment)
 
     def _free(self) -> list[Segment]:
-        return [segment for segment in self.segments.values() if not segment.in_use]
+        # Not by `in_use`, a call for each.
+        return [each for each in self.segments.values() if not (each.held or each.borrowers)]
 
     def _find_free(self, size: int) -> Segment | None:
         """Returns the smallest free segment that fits and is not far too large, if any."""

@@ -168,47 +168,32 @@ class SharedMemoryService(Service, MessageHooks):
         sizes = [memoryview(buffer).nbytes for buffer in message.buffers]
         if sum(sizes) < LEAST_BYTES or not self.reaches(member):
             return
-        lent = self._lend_held(message.buffers, sizes, member)
-        if lent is None:
-            lent = self._lend_copy(message.buffers, sizes, member)
-        if lent is None:
-            return  # there was no memory, the peer was lost, or this service is closed
-        segment, offsets = lent
         with self._lock:
+            lent, is_copy = self.pool.find(message.buffers, sizes), False
+            if lent is None or not self._lend_again(lent[0], member):
+                lent, is_copy = self.pool.lend(sizes, member), True
+                if lent is None or not self._introduce(lent[0], member):
+                    return  # there is no room, the peer is lost, or this service is closed
             self.sent_bytes += sum(sizes)
+        segment, offsets = lent
+        if is_copy:
+            try:
+                for buffer, offset in zip(message.buffers, offsets, strict=True):
+                    segment.write(offset, buffer)
+            except BaseException as error:
+                with self._lock:
+                    self.pool.retire(segment.number, member)
+                if not isinstance(error, OSError):  # frames may find the memory that it lacks
+                    raise
+            finally:
+                with self._lock:
+                    there = self.pool.written(segment)
+                    self.sent_bytes -= 0 if there else sum(sizes)
+            if not there:
+                return
         message.buffers = ()
         shared = Tag.SHARED, record(segment.number, offsets, sizes)
         message.extensions = [*message.extensions, shared]
-
-    def _lend_held(
-        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
-    ) -> tuple[Segment, list[int]] | None:
-        """Lends the segment in which buffers lie, if this worker holds them in one."""
-        with self._lock:
-            found = self.pool.find(buffers, sizes)
-            return found if found is not None and self._lend_again(found[0], member) else None
-
-    def _lend_copy(
-        self, buffers: Sequence[Any], sizes: list[int], member: MemberId
-    ) -> tuple[Segment, list[int]] | None:
-        """Lends a free segment, with a copy of buffers, unless the peer can't have it."""
-        with self._lock:
-            lent = self.pool.lend(sizes, member)
-            if lent is None or not self._introduce(lent[0], member):
-                return None
-        segment, offsets = lent
-        try:
-            for buffer, offset in zip(buffers, offsets, strict=True):
-                segment.write(offset, buffer)
-        except BaseException as error:
-            with self._lock:
-                self.pool.retire(segment.number, member)
-            if not isinstance(error, OSError):  # frames may find the memory that a segment lacks
-                raise
-        finally:
-            with self._lock:
-                there = self.pool.written(segment)
-        return lent if there else None
 
     # -- one segment for several messages --------------------------------------------------
 
