@@ -12,7 +12,7 @@ from zrpc.bench.row import Group, Limit, Row, Unit
 
 # Rows that all libraries can measure; many calls in flight; streams and queues; zrpc alone.
 _of_all = partial(Row, libraries=EVERY_LIBRARY)
-# With that many calls in flight, both ends of RPyC wait for ever until the other one reads.
+# With that many calls in flight, both ends of RPyC wait without limit until the other one reads.
 _of_many = partial(Row, libraries=[each for each in EVERY_LIBRARY if each != "rpyc"])
 _with_ray = partial(Row, libraries=("zrpc", "ray"))
 _own = partial(Row, libraries=("zrpc",))
