@@ -248,7 +248,7 @@ def test_an_ambiguous_address_is_left_to_torch(
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, port)) for each in found]
 
     monkeypatch.setattr(zrpc.membership.store.socket, "getaddrinfo", resolve)
-    assert zrpc.membership.store._listen("master", free_port) is None
+    assert zrpc.membership.store.open_listener("master", free_port) is None
 
 
 def test_a_host_that_is_gone_leaves_no_stack_of_torch_on_the_terminal(

@@ -130,7 +130,7 @@ def tcp_store(host: str, port: int, hosts: bool, deadline: float, timeout: float
 
 
 def _make_store(host: str, port: int, hosts: bool, timeout: timedelta) -> TCPStore:
-    listener = _listen(host, port) if hosts else None
+    listener = open_listener(host, port) if hosts else None
     if hosts and port:
         try:
             _check_reach(host, port, listener is not None, timeout.total_seconds())
@@ -205,7 +205,7 @@ def _failure(host: str, port: int, hosts: bool, timeout: float, found: str) -> R
     )
 
 
-def _listen(host: str, port: int) -> int | None:
+def open_listener(host: str, port: int) -> int | None:
     """Listens for the store at the master's address only; returns the descriptor.
 
     Returns:

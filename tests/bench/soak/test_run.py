@@ -47,7 +47,7 @@ def test_a_short_episode() -> None:
 
 def test_a_worker_that_exits_by_itself_is_a_violation(monkeypatch: pytest.MonkeyPatch) -> None:
     def end_all(self: Any, function: Any, *args: Any) -> Any:
-        return episode_module._results({0: self._mesh.submit(0, exit_now)})
+        return episode_module.results({0: self._mesh.submit(0, exit_now)})
 
     monkeypatch.setattr(episode_module._Driver, "_all", end_all)
     report = Report(seed=7, workers=3)

@@ -38,9 +38,9 @@ def waits(future: Future[ExitStack]) -> bool:
 
 def waiting_step(pool: ThreadPoolExecutor, leaves: list[torch.Tensor]) -> Future[ExitStack]:
     """A step of context 9 that waits."""
-    before = len(grad_lock._waiting)
+    before = len(grad_lock.waiting)
     future = pool.submit(held, leaves, Use.STEP, 9)
-    until(lambda: len(grad_lock._waiting) > before)
+    until(lambda: len(grad_lock.waiting) > before)
     return future
 
 

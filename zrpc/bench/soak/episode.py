@@ -147,7 +147,7 @@ class _Driver:
                 self._pause(pause, futures)
             if restarts and death is not None:
                 self._mesh.restart(death.rank)
-            tallies = _results(futures)
+            tallies = results(futures)
         self._fresh -= tallies.keys()
         for tally in tallies.values():
             self._report.tally.add(tally)
@@ -186,7 +186,7 @@ class _Driver:
         del futures[victim]
         self._living.remove(victim)
         self._leak_check.remove(victim)
-        tallies = _results(futures)
+        tallies = results(futures)
         violations = self._report.tally.violations
         for rank, tally in tallies.items():
             name = self._mesh.names[rank]
@@ -237,10 +237,10 @@ class _Driver:
     def _all(self, function: Callable[..., T], *args: Any) -> dict[int, T]:
         """Returns the function's result on each worker that lives."""
         submit = self._mesh.submit
-        return _results({rank: submit(rank, function, *args) for rank in self._living})
+        return results({rank: submit(rank, function, *args) for rank in self._living})
 
 
-def _results(futures: dict[int, Future[T]]) -> dict[int, T]:
+def results(futures: dict[int, Future[T]]) -> dict[int, T]:
     """Returns all results, or raises the first error. The mesh's watchdog limits the wait."""
     done: Sequence[Future[T]] = list(futures.values())
     wait(done, return_when=FIRST_EXCEPTION)

@@ -26,11 +26,11 @@ _changed = free_in_child(threading.Condition(threading.Lock()))
 # The locks that are held, by the id of the leaf. A leaf lives as long as its lock.
 _held: dict[int, GradLock] = {}
 # The locks of steps that wait, the first one first.
-_waiting: list[GradLock] = []
+waiting: list[GradLock] = []
 
 # The threads that use leaves don't exist in a forked child.
 os.register_at_fork(after_in_child=_held.clear)
-os.register_at_fork(after_in_child=_waiting.clear)
+os.register_at_fork(after_in_child=waiting.clear)
 
 
 class Use(enum.Enum):
@@ -77,7 +77,7 @@ class GradLock:
         """
         with uninterrupted, _changed:
             if self._use is Use.STEP:
-                _waiting.append(self)
+                waiting.append(self)
             try:
                 run_interruptibly(_changed.wait_for, self._is_free)
                 for leaf in self._leaves:
@@ -93,7 +93,7 @@ class GradLock:
                 raise
             finally:
                 if self._use is Use.STEP:
-                    _waiting.remove(self)
+                    waiting.remove(self)
                     _changed.notify_all()
         return self
 
@@ -150,7 +150,7 @@ class GradLock:
         step that waits for a run over a DDP module keeps nobody waiting, since that run needs other
         workers.
         """
-        if self._use is Use.RUN or not _waiting:
+        if self._use is Use.RUN or not waiting:
             return False
         if any(
             lock._is_of_pass_in(self._context_id) or lock._thread == self._thread
@@ -158,7 +158,7 @@ class GradLock:
         ):
             return False
         own = set(map(id, self._leaves))
-        for step in _waiting:
+        for step in waiting:
             if step is self:
                 return False
             if Use.RUN not in step._others()[1] and not own.isdisjoint(map(id, step._leaves)):
