@@ -47,7 +47,7 @@ class Receiver:
         shutdown: this worker's; once it is in progress, it is looked after at each turn.
 
     Attributes:
-        receive, end_rest: see `LeaderFollower`.
+        receive: see `LeaderFollower.receive`.
         run: runs a handler's job; see `LeaderFollower.run`.
         complete: completes a future that no thread waits for, by a job.
     """
@@ -64,7 +64,6 @@ class Receiver:
         self._threads = LeaderFollower(self._context, name, self._turn, wake)
         # For each call: without a function of their own.
         self.receive = self._threads.receive
-        self.end_rest = self._threads.end_rest
         self.run = partial(self._threads.run, self._pool)
         self.complete = partial(self._threads.run, self._completions)
         self._next_tick = 0.0

@@ -63,9 +63,6 @@ class Receiver(Protocol):
     def receive(self, gate: threading.Lock, timeout: float) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible."""
 
-    def end_rest(self) -> None:
-        """Makes another thread receive, for one that waits and does not receive."""
-
     def complete(self, job: Callable[[], None]) -> None:
         """Completes a future that no thread waits for, by a job."""
 
@@ -84,7 +81,7 @@ class Caller:
 
     Attributes:
         calls: those that wait for answers.
-        end_rest, complete, in_next_turn: see `Receiver`.
+        complete, in_next_turn: see `Receiver`.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         recorder: records the calls while a trace is on; else None.
         last_calls: decides which may begin, once all workers have called ``shutdown``.
@@ -101,7 +98,6 @@ class Caller:
     def __post_init__(self) -> None:
         self._own_id = self._membership.own_id
         self.complete, self.in_next_turn = self._receiver.complete, self._receiver.in_next_turn
-        self.end_rest = self._receiver.end_rest
         limit = self._options.max_bytes_in_flight
         self.calls = PendingCalls(self._callees, limit, self.in_next_turn)
         self.rpc_timeout = self._options.rpc_timeout
@@ -390,9 +386,7 @@ class Caller:
         ident, gate = threading.get_ident(), call.gate
         call.waiters = (*call.waiters, ident)
         try:
-            if current_pool() is not None or call.peer == self._own_id:
-                self._receiver.end_rest()
-            elif gate.locked():
+            if current_pool() is None and call.peer != self._own_id and gate.locked():
                 self._receiver.receive(gate, max(0.0, call.deadline - monotonic()))
             while gate.locked() and not pass_gate(gate, call.remaining()):
                 if not call.remaining():  # or its deadline was postponed meanwhile

@@ -53,9 +53,6 @@ class Calling(Protocol):
     def decode(self, outcome: Any) -> Any:
         """Returns the value of a call's outcome, or raises the callee's error."""
 
-    def end_rest(self) -> None:
-        """Makes another thread receive the answer; used if a callback waits for it."""
-
     def complete(self, job: Callable[[], None]) -> None:
         """Runs a job in another thread; used if no thread waits for the call."""
 
@@ -347,11 +344,6 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             self._call_soon(callback)
         else:
             self._add(Callback(callback, self, []))
-
-    def _add(self, callback: Callback) -> None:
-        super()._add(callback)
-        if self._call is not None:
-            self._calling.end_rest()
 
     def _is_complete(self) -> bool:
         return super().done()

@@ -128,8 +128,7 @@ class LeaderFollower:
         # how often others took the seat.
         self._sitter_ident = 0
         self._sit_count = 0
-        # Whether the leader rests, which only the leader writes; and what is opened to end that.
-        self._resting = False
+        # Opened to end the leader's rest.
         self._rest_gate = threading.Lock()
         self._rest_gate.acquire()
 
@@ -240,13 +239,9 @@ class LeaderFollower:
             self._awaited, self._awaited_until = gate, begun + _LONGEST_SITTING
 
     def end_rest(self) -> None:
-        """Makes the leader receive again if it rests: the caller waits, and does not receive.
-
-        What it waits for is among `in_flight` already.
-        """
-        if self._resting:
-            with self._lock:
-                self._end_rest()
+        """Makes the leader receive again."""
+        with self._lock:
+            self._end_rest()
 
     def _end_rest(self) -> None:
         if self._rest_gate.locked():
@@ -277,12 +272,8 @@ class LeaderFollower:
         if answered:
             self._awaited = None
         if job is None:
-            if answered and time.monotonic() < self._awaited_until:
-                # First: who makes a call meanwhile looks for that after the call is in flight.
-                self._resting = True
-                if not self.in_flight:
-                    self._rest_while_others_sit(due)
-                self._resting = False
+            if answered and not self.in_flight and time.monotonic() < self._awaited_until:
+                self._rest_while_others_sit(due)
             return
         try:
             with self._lock:
