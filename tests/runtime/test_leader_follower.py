@@ -23,26 +23,47 @@ from zrpc.runtime.thread_pool import HandlerPool, pass_gate
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
-class Desk:
+class Messages:
+    """Where no messages come from; notes what it is asked to do."""
+
+    def __init__(self, more: bool = False) -> None:
+        self.arrived = threading.Event()
+        self.asked = []
+        self.mask, self.unmask = (partial(self.asked.append, each) for each in ("mask", "unmask"))
+        self.has_more = lambda: more
+
+    def wait(self, timeout: float) -> None:
+        self.arrived.wait(timeout)
+
+    def wake(self) -> None:
+        self.asked.append("wake")
+        self.arrived.set()
+
+
+class Desk(Messages):
     """I/O threads whose turns take one job each from a queue, instead of messages."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.jobs = deque()
-        self.arrived = threading.Semaphore(0)
         self.pool = HandlerPool(1, "test-worker")
-        context = contextvars.copy_context()
-        self.io = LeaderFollower(context, "test-io", self.turn, self.arrived.release)
+        self.io = LeaderFollower(contextvars.copy_context(), "test-io", self.turn, self)
         self.io.start()
 
     def turn(self, until: float) -> float:
-        self.arrived.acquire()
+        due = time.monotonic() + 0.1
+        self.wait(max(0.0, min(until, due) - time.monotonic()))
+        self.arrived.clear()
+        if not self.jobs:
+            return due
+        self.io.run(self.pool, self.jobs.popleft())
         if self.jobs:
-            self.io.run(self.pool, self.jobs.popleft())
-        return until
+            self.arrived.set()
+        return 0.0
 
     def put(self, job: Callable[[], object]) -> None:
         self.jobs.append(job)
-        self.arrived.release()
+        self.arrived.set()
 
     def do(self, job: Callable[[], object] = int) -> str:
         """Runs a job and returns the name of the thread that ran it."""
@@ -83,7 +104,7 @@ def test_one_caller_receives_at_a_time_until_its_gate_opens() -> None:
         gate.release()
         return until
 
-    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Messages())
     io.receive(gate)  # no leader has started that would hold the seat
     assert turns == [threading.current_thread()]
 
@@ -98,7 +119,7 @@ def test_a_caller_receives_for_its_timeout_and_ten_milliseconds_at_most(
         asked.append(until)
         return until
 
-    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Messages())
     while not asked:  # the time may be over before the first turn
         begun = time.monotonic()
         io.receive(closed_gate(), timeout)
@@ -106,34 +127,37 @@ def test_a_caller_receives_for_its_timeout_and_ten_milliseconds_at_most(
     assert begun + most <= end <= time.monotonic()
 
 
-class Watched(LeaderFollower):
-    """Notes that the leader's rest is ended."""
-
-    rests = True
-
-    def end_rest(self) -> None:
-        self.rests = False
-        super().end_rest()
-
-
-@pytest.mark.parametrize(
-    ("in_flight", "own", "rests"),
-    [(0, 0, True), (1, 0, False), (1, 1, True), (2, 1, False)],
-    ids=["no call", "a call of another thread", "a call of this thread", "calls of both"],
-)
-def test_the_leader_rests_unless_another_thread_waits_for_an_answer(
-    in_flight: int, own: int, rests: bool
+@pytest.mark.parametrize("more", [False, True])
+def test_no_message_wakes_the_leader_while_a_caller_receives_but_one_that_it_leaves(
+    more: bool,
 ) -> None:
-    gate = closed_gate()
+    gate, messages = closed_gate(), Messages(more)
 
     def turn(until: float) -> float:
+        messages.asked.append("turn")
         gate.release()
+        return 0.0
+
+    LeaderFollower(contextvars.copy_context(), "test-io", turn, messages).receive(gate)
+    assert messages.asked == ["mask", "turn", *["wake"] * more, "unmask"]
+
+
+def test_if_several_threads_wait_none_of_them_receives() -> None:
+    turns = []
+
+    def turn(until: float) -> float:
+        turns.append(threading.current_thread())
+        with ThreadPoolExecutor(1) as pool:  # another thread waits meanwhile
+            pool.submit(io.receive, closed_gate()).result()
         return until
 
-    io = Watched(contextvars.copy_context(), "test-io", turn, lambda: None)
-    io.in_flight = range(in_flight)
-    io.receive(gate, own_calls=lambda: own)
-    assert io.rests == rests
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Messages())
+    begun = time.monotonic()
+    io.receive(closed_gate(), 0.001)
+    taken = len(turns)
+    assert taken > 0
+    io.receive(closed_gate())
+    assert len(turns) == taken or time.monotonic() > begun + 0.01  # one that has waited long enough
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
@@ -141,7 +165,7 @@ def test_a_caller_that_an_exception_ends_gives_back_the_seat(error: type[BaseExc
     def turn(until: float) -> float:
         raise error
 
-    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, lambda: None)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Messages())
     for _ in range(2):
         with ThreadPoolExecutor() as pool, pytest.raises(error):
             pool.submit(io.receive, closed_gate()).result()
@@ -214,9 +238,10 @@ def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
     stops, sits, left = threading.Event(), threading.Event(), []
     gate = closed_gate()
 
-    def interrupt() -> None:
-        signal.raise_signal(signal.SIGINT)
-        stops.set()
+    class Interrupted(Messages):
+        def wake(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+            stops.set()
 
     def turn(until: float) -> float:
         sits.set()
@@ -226,7 +251,7 @@ def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
         gate.release()
         return until
 
-    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, interrupt)
+    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Interrupted())
     caller = threading.Thread(target=io.receive, args=(gate,))
     caller.start()
     assert sits.wait(SOON)

@@ -60,8 +60,8 @@ class Receiver:
     _shutdown: Shutdown
 
     def __post_init__(self) -> None:
-        name, wake = f"zrpc-{self._worker.name}-io", self._network.wake
-        self._threads = LeaderFollower(self._context, name, self._turn, wake)
+        name = f"zrpc-{self._worker.name}-io"
+        self._threads = LeaderFollower(self._context, name, self._turn, self._network)
         # For each call: without a function of their own.
         self.receive = self._threads.receive
         self.run = partial(self._threads.run, self._pool)
@@ -123,9 +123,9 @@ class Receiver:
         in flight would take a turn each.
 
         Returns:
-            When the next turn must begin, though no message comes.
+            When the next turn must begin, though no message comes; 0 if one has come.
         """
-        at_hand = self._network.at_hand
+        at_hand, received = self._network.at_hand, None
         try:
             wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
             # The next chunk's way through the system is better off with the core.
@@ -156,7 +156,9 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
-        return 0.0 if at_hand else self._next_tick
+        if received is not None or at_hand:
+            return 0.0
+        return min(self._next_tick, self._calls.earliest)
 
     def _dispatch_rest(self) -> None:
         """Deals with the messages that have come with the first one of a turn."""

@@ -7,21 +7,21 @@ State       Thread               What it does                              What 
 =========== ==================== ========================================= =========================
 leading     one I/O thread       holds the seat and receives; then, off    its job is about to wait
                                  the seat, runs the job that its turn      (``give_way``) or takes
-                                 has taken (``run``), if jobs are short    too long: it follows
+                                 has taken (``run``), if jobs are short;   too long: it follows
+                                 waits off the seat for the next message,
+                                 if a caller may sit
 following   the other I/O thread checks every 1 to 4 ms whether the        promotion: it leads
                                  leader is still in the same job; sleeps
                                  if there are no jobs
-resting     the leader, if the   receives nothing, so a caller may; checks nobody sits any longer, a
-            last answer has come after 0.3 ms, and then ever more seldom,  time limit, another call
-                                 whether callers still sit                 is in flight
-sitting-for a caller that waits  holds the seat and receives in place of   its answer has come, or a
-            for its answer       the leader, which rests or is in a job    time limit (``receive``)
+sitting     a caller that waits  holds the seat and receives in place of   its answer has come, or a
+            for its answer       the leader, which waits off the seat or   time limit (``receive``)
+                                 is in a job; no message wakes the leader
 =========== ==================== ========================================= =========================
 
 A leader that runs a short job itself saves waking another thread. If the job is not short, the
 follower is promoted and receives, and the job goes on in what is now a thread like any other of
 the pool. A thread that makes one call after the other receives the answers itself, which saves
-waking it.
+waking it, and the leader.
 
 This is the Leader/Followers pattern (D. C. Schmidt et al., in Pattern Languages of Program Design
 4, 2000). There the next leader is promoted before each job, here only if the job turns out to be
@@ -37,7 +37,7 @@ import threading
 import time
 from collections.abc import Callable, Sized
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.interrupts import run_interruptibly, uninterrupted
@@ -53,16 +53,35 @@ logger = logging.getLogger(__name__)
 # counts. The time doubles with each check, since each takes the interpreter's lock from a job.
 _CHECK_SECONDS = 0.001
 _MAX_CHECK_SECONDS = 0.004
-# Seconds between two checks of a resting leader, in the same way. If callers have stopped sitting,
-# messages for this worker wait until the next check. So a worker that peers call checks soonest.
-_REST_CHECK_SECONDS = 0.0003
-_MAX_REST_CHECK_SECONDS = 0.0024
 # Seconds that a thread other than the leader receives at most. Ctrl-C waits for it.
 _LONGEST_SITTING = 0.01
+# Seconds between two looks of the leader at the seat that another thread holds.
+_SEAT_CHECK_SECONDS = 0.1
 # Seconds in which a turn ends that is interrupted.
 _TURN_SECONDS = 0.5
 # After this number of checks without a new job, the follower sleeps until it is woken.
 _CHECKS_BEFORE_SLEEP = 2
+
+
+class Source(Protocol):
+    """Where the messages come from: `zrpc.transport.network.Network`."""
+
+    @property
+    def mask(self) -> Callable[[], None]:
+        """From now on, no message that comes ends a `wait`."""
+
+    @property
+    def unmask(self) -> Callable[[], None]:
+        """Each does again."""
+
+    def wait(self, timeout: float) -> None:
+        """Waits until there may be messages, at most a number of seconds."""
+
+    def has_more(self) -> bool:
+        """Returns whether there is a message that does not end a `wait`."""
+
+    def wake(self) -> None:
+        """Ends a `wait`, or a turn that waits."""
 
 
 class LeaderFollower:
@@ -72,12 +91,13 @@ class LeaderFollower:
         context: the threads' context.
         name: the prefix of the threads' names.
         turn: waits for messages, at most until a time, and handles them; it may leave a job by
-            `run`. It returns until when nothing is due, unless a message comes.
-        interrupt: makes a waiting turn return.
+            `run`. It returns until when nothing is due, unless a message comes; 0 if it has
+            received one.
+        source: where the messages come from.
 
     Attributes:
         turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
-            rests or is in a job, another thread may sit.
+            waits or is in a job, another thread may sit.
         job_pool: the pool whose job the leader runs after its turn; None if it runs none.
         in_flight: the calls whose answers threads wait for; set before the start.
         seat: held by the thread that receives.
@@ -90,10 +110,10 @@ class LeaderFollower:
         context: contextvars.Context,
         name: str,
         turn: Callable[[float], float],
-        interrupt: Callable[[], None],
+        source: Source,
     ) -> None:
         self._turn = turn
-        self._interrupt = interrupt
+        self._source = source
         self.in_flight: Sized = ()
         # It knows its owner: an exception that is set in a thread may come as soon as it is taken.
         self.seat: Any = threading.RLock()
@@ -114,23 +134,16 @@ class LeaderFollower:
         for gate in self._gates:
             gate.acquire()
         # Only the leader writes what follows, without a lock: its job, with the times of that
-        # job's pool; its ident while it is in a turn; and the first pause of its next rest.
+        # job's pool; its ident while it is in a turn; when its next turn must begin, and whether
+        # others may take the seat until then.
         self._job: Callable[[], None] | None = None
         self.job_pool: HandlerPool | None = None
         self._job_times: JobTimes | None = None
         self.turn_ident = 0
-        self._rest_check_seconds = _REST_CHECK_SECONDS
-        # The gate of the call that a thread waits for although the leader receives, until the
-        # leader finds it open; and until when the leader may rest for the answer to it.
-        self._awaited: threading.Lock | None = None
-        self._awaited_until = 0.0
-        # Another thread than the leader writes these two while it holds the seat: its ident, and
-        # how often others took the seat.
-        self._sitter_ident = 0
-        self._sit_count = 0
-        # Opened to end the leader's rest.
-        self._rest_gate = threading.Lock()
-        self._rest_gate.acquire()
+        self._due, self._yields = 0.0, False
+        # The gates for which threads, by ident, waited while another one received; and until when
+        # each counts. Single operations on the dict are atomic.
+        self._awaited: dict[int, tuple[threading.Lock, float]] = {}
 
     def start(self) -> None:
         """Starts the threads."""
@@ -152,8 +165,7 @@ class LeaderFollower:
             self._stopping = True
             for each in range(2):
                 self._wake(each)
-            self._end_rest()
-        self._interrupt()
+        self._source.wake()
         deadline = time.monotonic() + timeout
         # A job of the first thread may call this before the second one has started. The second
         # one then ends at once.
@@ -186,7 +198,6 @@ class LeaderFollower:
             self._job = partial(pool.run_as_guest, self.turn_ident, [job])
             self.job_pool = pool
             self._job_times = pool.times
-            self._rest_check_seconds = _REST_CHECK_SECONDS
         else:
             pool.submit(job)
 
@@ -198,54 +209,49 @@ class LeaderFollower:
                 self._leader, self._busy = 1 - me, False
                 self._wake(self._leader)
 
-    def receive(
-        self,
-        gate: threading.Lock,
-        timeout: float = -1,
-        own_calls: Callable[[], int] | None = None,
-    ) -> None:
+    def receive(self, gate: threading.Lock, timeout: float = -1) -> None:
         """Receives until a gate opens, in the thread that waits for it, if no other thread does.
 
-        So no other thread need wake up. After some milliseconds the leader goes on. The calling
-        thread has signal handlers held back.
+        So no other thread need wake up. After some milliseconds the leader goes on; it does all the
+        time if several threads wait. The calling thread has signal handlers held back.
 
         Args:
             gate: opened by what is to be received.
             timeout: seconds; negative means without limit.
-            own_calls: the number of calls in flight whose answers this thread will soon wait for.
-                The leader may go on resting meanwhile. None if the gate is that of a call.
         """
-        begun = time.monotonic()
-        end = begun + (_LONGEST_SITTING if timeout < 0 else min(_LONGEST_SITTING, timeout))
-        sits = False
+        end = time.monotonic() + (
+            _LONGEST_SITTING if timeout < 0 else min(_LONGEST_SITTING, timeout)
+        )
         # With little room on the stack, messages that are read already would be lost.
-        if not (self.turn_ident or self.seat._is_owned() or stack_is_full()):
-            try:
-                sits = self.seat.acquire(blocking=False) and not self._stopping
-                if sits:
-                    self._sit_count += 1
-                    self._sitter_ident = threading.get_ident()
-                    while gate.locked() and time.monotonic() < end:
-                        self._turn(end)
-            finally:
-                if self.seat._is_owned():
-                    self._sitter_ident = 0
+        busy = self.turn_ident or self.seat._is_owned() or stack_is_full()
+        ident = threading.get_ident()
+        if busy or (self._awaited and self._waited().keys() - {ident}):
+            self._awaited[ident] = gate, end
+            return
+        try:
+            if not self.seat.acquire(blocking=False):
+                self._awaited[ident] = gate, end
+            elif not self._stopping:
+                self._source.mask()
+                while gate.locked() and time.monotonic() < end:
+                    self._turn(end)
+        finally:
+            if self.seat._is_owned():
+                try:
+                    if self._source.has_more():
+                        self._source.wake()
+                finally:  # also if there is no memory for a frame
+                    self._source.unmask()
                     self.seat.release()
-        if sits:
-            others = len(self.in_flight)
-            if others and (own_calls is None or others > own_calls()):
-                self.end_rest()
-        elif own_calls is None:
-            self._awaited, self._awaited_until = gate, begun + _LONGEST_SITTING
 
-    def end_rest(self) -> None:
-        """Makes the leader receive again."""
-        with self._lock:
-            self._end_rest()
-
-    def _end_rest(self) -> None:
-        if self._rest_gate.locked():
-            self._rest_gate.release()
+    def _waited(self) -> dict[int, threading.Lock]:
+        """Returns the gates for which threads have waited of late, by ident; forgets the others."""
+        now = time.monotonic()
+        found = list(self._awaited.items())
+        for ident, (_, until) in found:
+            if now > until:
+                self._awaited.pop(ident, None)
+        return {ident: gate for ident, (gate, until) in found if now <= until}
 
     def _serve(self, me: int) -> None:
         """The life of one thread."""
@@ -261,19 +267,25 @@ class LeaderFollower:
                     logger.exception("an I/O thread goes on after an error")
 
     def _lead(self, me: int) -> None:
-        with self.seat:
+        if self._yields:
+            self._source.wait(max(0.0, self._due - time.monotonic()))
+        try:
+            if not self.seat.acquire(blocking=False):
+                # The caller that sits does what is due.
+                self._due, self._yields = time.monotonic() + _SEAT_CHECK_SECONDS, True
+                return
             self.turn_ident = threading.get_ident()
-            try:
-                due = self._turn(math.inf)
-            finally:
-                self.turn_ident = 0
+            self._due = self._turn(0.0 if self._yields else math.inf)
+        finally:
+            self.turn_ident = 0
+            if self.seat._is_owned():
+                self.seat.release()
+        # After the answer to the only call, the next one is left to the thread that has waited for
+        # it, if it is the only thread that waits.
+        gates = [*self._waited().values()] if self._awaited and not self.in_flight else []
+        self._yields = self._due > 0 or (len(gates) == 1 and not gates[0].locked())
         job, self._job, self.job_pool = self._job, None, None
-        answered = self._awaited is not None and not self._awaited.locked()
-        if answered:
-            self._awaited = None
         if job is None:
-            if answered and not self.in_flight and time.monotonic() < self._awaited_until:
-                self._rest_while_others_sit(due)
             return
         try:
             with self._lock:
@@ -289,24 +301,6 @@ class LeaderFollower:
             with self._lock:
                 if self._leader == me:
                     self._busy = False
-
-    def _rest_while_others_sit(self, until: float) -> None:
-        """Lets the thread receive the next answer whose last one, soon after its call, came here.
-
-        The last rest was too short: otherwise that thread would have received this answer.
-        """
-        self._rest_check_seconds = min(2 * self._rest_check_seconds, _MAX_REST_CHECK_SECONDS)
-        count = -1
-        pause = self._rest_check_seconds
-        while (
-            (self._sit_count != count or self._sitter_ident)
-            and time.monotonic() < until
-            and not self._stopping
-        ):
-            count = self._sit_count
-            if self._rest_gate.acquire(timeout=pause):
-                return
-            pause = min(2 * pause, _MAX_REST_CHECK_SECONDS)
 
     def _follow(self, me: int) -> None:
         """Watches the leader; returns when this thread must lead or end."""

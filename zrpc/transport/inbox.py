@@ -134,7 +134,7 @@ class Inbox:
         """Waits for a message. No exception may interrupt it, see `zrpc.runtime.interrupts`.
 
         Args:
-            timeout: seconds, rounded up to milliseconds.
+            timeout: seconds, rounded up to milliseconds. If it is 0, it does not wait.
             spin: whether to poll before the thread sleeps, if messages have been arriving soon; it
                 may take longer than the timeout. Waking a sleeping thread takes 10 to 20 us if its
                 core sleeps, too. A message of ZeroMQ wakes several threads.
@@ -147,7 +147,8 @@ class Inbox:
         if messages:
             return messages.popleft()
         begun = now = monotonic()
-        awake = now + MAX_SPIN_SECONDS if spin and now >= self._spin.begins else now
+        spin = spin and timeout > 0 and now >= self._spin.begins
+        awake = now + MAX_SPIN_SECONDS if spin else now
         while True:
             spinning = now < awake
             if spinning and self._direct is None:
@@ -166,11 +167,26 @@ class Inbox:
                 awake = now
             if now >= begun + timeout and now >= awake:
                 break
-        self._spin.waited(monotonic() - begun)
+        if timeout:
+            self._spin.waited(monotonic() - begun)
         if self._unread:
             # First, or direct connections could keep it waiting without limit.
             return self._read_router()
         return messages.popleft() if messages else None
+
+    def wait(self, timeout: float) -> None:
+        """Waits until `receive` may find a message, at most ``timeout`` seconds.
+
+        Meanwhile another thread may receive, and `mask` the messages that come. The last call of
+        `receive` has found none, or `has_more` was False since then.
+        """
+        self.poller.wait(timeout)
+
+    def has_more(self) -> bool:
+        """Returns whether there is a message that `wait` does not see; for the receiving thread."""
+        if self._unread:
+            self._unread = self._has_unread()
+        return self._unread or bool(self.at_hand)
 
     def _mark_unread(self) -> None:
         self._unread = True

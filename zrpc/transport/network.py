@@ -55,7 +55,8 @@ class Network:
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
 
-    `send` may be called from any thread, `receive` from one at a time.
+    `send` may be called from any thread; `receive`, `has_more`, `mask` and `unmask` from one at a
+    time. For these see `Inbox` and `Poller`.
     """
 
     def __init__(
@@ -89,7 +90,9 @@ class Network:
             self._inbox = Inbox(self._context)
             undo.callback(self._inbox.poller.close)
             # See `Inbox`; without the cost of another call.
-            self.receive = self._inbox.receive
+            self.receive, self.wait = self._inbox.receive, self._inbox.wait
+            self.has_more = self._inbox.has_more
+            self.mask, self.unmask = self._inbox.poller.mask, self._inbox.poller.unmask
             self.strangers_left_memory = self._inbox.strangers_left_memory
             self.at_hand = self._inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)

@@ -1,9 +1,10 @@
-"""Waits for several descriptors at once."""
+"""Waits for several descriptors at once, in one thread, or in one in place of another."""
 
 from __future__ import annotations
 
 import select
 from collections.abc import Callable
+from functools import partial
 
 
 class Poller:
@@ -11,11 +12,22 @@ class Poller:
 
     `poll` is for one thread at a time. The other methods may be called from any thread, even while
     one polls. Callbacks may be called spuriously.
+
+    Attributes:
+        mask: from now on, `wait` does not return for these descriptors.
+        unmask: it does again, at once if one is ready.
     """
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
         self._callbacks: dict[int, Callable[[], None]] = {}
+        # Reports that the first one has something to report.
+        self._outer = select.epoll()
+        self._outer.register(self._epoll, select.EPOLLIN)
+        # In C, as each call of a thread that receives its own answers needs them.
+        fd = self._epoll.fileno()
+        self.mask = partial(self._outer.modify, fd, 0)
+        self.unmask = partial(self._outer.modify, fd, select.EPOLLIN)
 
     def watch_readable(self, fd: int, callback: Callable[[], None]) -> None:
         """Calls ``callback`` whenever ``fd`` can be read.
@@ -44,7 +56,12 @@ class Poller:
             if callback is not None:
                 callback()
 
+    def wait(self, timeout: float) -> None:
+        """Waits until a descriptor is ready, as `poll`, but calls nothing: another thread may."""
+        self._outer.poll(timeout)
+
     def close(self) -> None:
         """Stops watching all descriptors."""
         self._callbacks.clear()
+        self._outer.close()
         self._epoll.close()

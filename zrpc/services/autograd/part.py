@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial, reduce
+from functools import reduce
 from operator import or_
 from typing import NamedTuple
 
@@ -72,10 +72,6 @@ class RunningPart:
         self.mailbox = state.mailbox(pass_id)
         self.linked: frozenset[MemberId] = frozenset()
         self._agent = agent
-        # Workers asked to take part, until they answer. Single operations on the set are atomic.
-        self._asked: set[MemberId] = set()
-        # Between two waits, no other thread need receive.
-        self._receive = partial(agent.receiver.receive, own_calls=self._asked.__len__)
         # Gradients that have arrived, until their `Send` nodes run.
         self._gradients: dict[tuple[int, int], torch.Tensor | None] = {}
         # Messages whose gradients must still be computed, with their numbers here.
@@ -145,7 +141,7 @@ class RunningPart:
                     f"{ACCELERATOR_SECONDS:.0f} seconds, found none: look for an error or a long "
                     "computation in this worker's part of the pass"
                 )
-        gradients = self.mailbox.wait((to, number), self._receive)
+        gradients = self.mailbox.wait((to, number), self._agent.receiver.receive)
         self._awaited -= 1
         if isinstance(gradients, Message):
             gradients = self._agent.codec.unpack(gradients) if gradients.body else ()
@@ -245,11 +241,10 @@ class Initiator(RunningPart):
                 self._ask(peer, other)
         super()._run_engine(part, roots, sent)
         for peer in self._others:
-            self.mailbox.wait((peer, 0), self._receive)
+            self.mailbox.wait((peer, 0), self._agent.receiver.receive)
 
     def _ask(self, peer: MemberId, part: Part, send_id: int = 0, gradients: Gradients = ()) -> None:
         """Asks a worker to run its part, with the first gradients that it needs."""
-        self._asked.add(peer)
         with in_context(None):
             self._agent.caller.call_notify(
                 self._agent.membership.infos[peer],
@@ -281,7 +276,6 @@ class Initiator(RunningPart):
                 send_id = pass_fields(outcome)[2]
                 if send_id:
                     self.mailbox.deliver((peer, send_id), outcome)
-                self._asked.discard(peer)
                 self.mailbox.deliver((peer, 0), None)
         except Exception as error:  # no memory for a frame, say; the answer comes only once
             self.fail(error)
