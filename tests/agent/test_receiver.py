@@ -29,6 +29,7 @@ class Messages:
     def __init__(self, *messages: str) -> None:
         self.at_hand = deque((message,) for message in messages)
         self.unfinished: dict[int, Any] = {}
+        self.inbox = SimpleNamespace(unread=False)
 
     def wake(self) -> None:
         pass

@@ -26,11 +26,10 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 class Messages:
     """Where no messages come from; notes what it is asked to do."""
 
-    def __init__(self, more: bool = False) -> None:
+    def __init__(self) -> None:
         self.arrived = threading.Event()
         self.asked = []
         self.mask, self.unmask = (partial(self.asked.append, each) for each in ("mask", "unmask"))
-        self.has_more = lambda: more
 
     def wait(self, timeout: float) -> None:
         self.arrived.wait(timeout)
@@ -127,19 +126,19 @@ def test_a_caller_receives_for_its_timeout_and_ten_milliseconds_at_most(
     assert begun + most <= end <= time.monotonic()
 
 
-@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("left", [False, True])
 def test_no_message_wakes_the_leader_while_a_caller_receives_but_one_that_it_leaves(
-    more: bool,
+    left: bool,
 ) -> None:
-    gate, messages = closed_gate(), Messages(more)
+    gate, messages = closed_gate(), Messages()
 
     def turn(until: float) -> float:
         messages.asked.append("turn")
         gate.release()
-        return 0.0
+        return -1.0 if left else 0.0
 
     LeaderFollower(contextvars.copy_context(), "test-io", turn, messages).receive(gate)
-    assert messages.asked == ["mask", "turn", *["wake"] * more, "unmask"]
+    assert messages.asked == ["mask", "turn", "unmask", *["wake"] * left]
 
 
 def test_if_several_threads_wait_none_of_them_receives() -> None:

@@ -229,7 +229,7 @@ def test_a_member_cannot_answer_heartbeats_as_another(meeting: Meeting) -> None:
         greetings[peer] = identity
     # Worker 2 answers its own connection in all ways that name worker 1.
     for frames in ([b"z1", b"posing"], [b"h1", b"posing"], [b"h0", b"posing"]):
-        meeting.networks[2]._inbox.answer(greetings[2], frames)
+        meeting.networks[2].inbox.answer(greetings[2], frames)
     meeting.networks[2].answer_heartbeats(greetings[2], b"true")
     meeting.networks[1].answer_heartbeats(greetings[1], b"true")
     found: list[tuple[int, bytes]] = []

@@ -177,12 +177,19 @@ def test_no_descriptors_for_a_mailbox(networks: list[Network]) -> None:
     assert numbers_of(networks[1], 1) == [2]
 
 
+@pytest.mark.parametrize("error", [OSError, MemoryError, RecursionError])
 def test_a_connection_that_cannot_be_watched_is_watched_later(
-    networks: list[Network], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    networks: list[Network],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: type[Exception],
 ) -> None:
+    def refuse(*_: Any) -> None:
+        raise error("no more watches")
+
     networks[0].send(1, b"1")
     with monkeypatch.context() as patch:
-        patch.setattr(Poller, "watch_readable", refuse_to_watch)
+        patch.setattr(Poller, "watch_readable", refuse)
         assert networks[1].receive(0) is None
         networks[1].look_after_descriptors()
         assert "no more watches" in caplog.text

@@ -123,7 +123,8 @@ class Receiver:
         in flight would take a turn each.
 
         Returns:
-            When the next turn must begin, though no message comes; 0 if one has come.
+            When the next turn must begin, though no message comes; 0 if one has come, and less if
+            others have, too.
         """
         at_hand, received = self._network.at_hand, None
         try:
@@ -156,7 +157,9 @@ class Receiver:
         except Exception:
             with printing_errors():
                 logger.exception("%s: the I/O thread goes on after an error", self._worker)
-        if received is not None or at_hand:
+        if at_hand or self._network.inbox.unread:
+            return -1.0
+        if received is not None:
             return 0.0
         return min(self._next_tick, self._calls.earliest)
 

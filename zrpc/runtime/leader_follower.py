@@ -77,9 +77,6 @@ class Source(Protocol):
     def wait(self, timeout: float) -> None:
         """Waits until there may be messages, at most a number of seconds."""
 
-    def has_more(self) -> bool:
-        """Returns whether there is a message that does not end a `wait`."""
-
     def wake(self) -> None:
         """Ends a `wait`, or a turn that waits."""
 
@@ -92,7 +89,7 @@ class LeaderFollower:
         name: the prefix of the threads' names.
         turn: waits for messages, at most until a time, and handles them; it may leave a job by
             `run`. It returns until when nothing is due, unless a message comes; 0 if it has
-            received one.
+            received one, and less if there are others that don't end a wait for messages.
         source: where the messages come from.
 
     Attributes:
@@ -228,21 +225,20 @@ class LeaderFollower:
         if busy or (self._awaited and self._waited().keys() - {ident}):
             self._awaited[ident] = gate, end
             return
+        due = 0.0
         try:
             if not self.seat.acquire(blocking=False):
                 self._awaited[ident] = gate, end
             elif not self._stopping:
                 self._source.mask()
                 while gate.locked() and time.monotonic() < end:
-                    self._turn(end)
+                    due = self._turn(end)
         finally:
             if self.seat._is_owned():
-                try:
-                    if self._source.has_more():
-                        self._source.wake()
-                finally:  # also if there is no memory for a frame
-                    self._source.unmask()
-                    self.seat.release()
+                self._source.unmask()
+                self.seat.release()
+                if due < 0:
+                    self._source.wake()
 
     def _waited(self) -> dict[int, threading.Lock]:
         """Returns the gates for which threads have waited of late, by ident; forgets the others."""

@@ -54,6 +54,7 @@ class Inbox:
     Attributes:
         poller: waits for all of them.
         at_hand: the messages of direct connections that `receive` has not returned yet.
+        unread: whether the ROUTER socket may have a message.
         received_bytes: the size of all messages that came by the ROUTER socket, in bytes.
     """
 
@@ -75,9 +76,8 @@ class Inbox:
         self._direct: DirectInbox | None = None
         self._strangers: _Strangers | None = None
         self.at_hand: deque[Received] = deque()
-        # Whether the ROUTER socket may have a message. Its descriptor reports only changes, so the
-        # socket must be read until it is empty.
-        self._unread = True
+        # Its descriptor reports only changes, so the socket must be read until it is empty.
+        self.unread = True
         self._spin = AdaptiveSpin()
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
@@ -152,13 +152,13 @@ class Inbox:
         while True:
             spinning = now < awake
             if spinning and self._direct is None:
-                self._unread = True  # to ask the socket itself is faster
+                self.unread = True  # to ask the socket itself is faster
             else:
-                left = 0 if spinning or self._unread else max(0.0, begun + timeout - now)
+                left = 0 if spinning or self.unread else max(0.0, begun + timeout - now)
                 self.poller.poll(left)
-            if self._unread:
-                self._unread = self._has_unread()
-            if self._unread or messages:
+            if self.unread:
+                self.unread = self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN != 0
+            if self.unread or messages:
                 break
             if spinning:
                 os.sched_yield()
@@ -169,7 +169,7 @@ class Inbox:
                 break
         if timeout:
             self._spin.waited(monotonic() - begun)
-        if self._unread:
+        if self.unread:
             # First, or direct connections could keep it waiting without limit.
             return self._read_router()
         return messages.popleft() if messages else None
@@ -177,22 +177,13 @@ class Inbox:
     def wait(self, timeout: float) -> None:
         """Waits until `receive` may find a message, at most ``timeout`` seconds.
 
-        Meanwhile another thread may receive, and `mask` the messages that come. The last call of
-        `receive` has found none, or `has_more` was False since then.
+        Meanwhile another thread may receive, and `mask` the messages that come. What is `at_hand`
+        or `unread` does not end it.
         """
         self.poller.wait(timeout)
 
-    def has_more(self) -> bool:
-        """Returns whether there is a message that `wait` does not see; for the receiving thread."""
-        if self._unread:
-            self._unread = self._has_unread()
-        return self._unread or bool(self.at_hand)
-
     def _mark_unread(self) -> None:
-        self._unread = True
-
-    def _has_unread(self) -> bool:
-        return bool(self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN)
+        self.unread = True
 
     def _read_router(self) -> Received | None:
         """Reads the next message of the ROUTER socket."""
@@ -222,6 +213,7 @@ class Inbox:
                 raise
             return identity, remnant(first), ()
         self.received_bytes += len(first) + sum(map(len, buffers))
+        self.unread = self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN != 0
         return identity, first, buffers
 
     def _sender(self, routing_id: bytes, frame: zmq.Frame) -> bytes:
@@ -251,7 +243,7 @@ class Inbox:
         """
         # To send is to process what ZeroMQ's thread has reported: a message may have come, and the
         # descriptor no longer shows it.
-        self._unread = True
+        self.unread = True
         self._socket.send_multipart([routing_id, *frames], zmq.NOBLOCK)
 
     def strangers_left_memory(self) -> bool:

@@ -54,9 +54,10 @@ class Network:
         descriptors: sends and receives file descriptors on this host.
         reconnects: how often a broken direct connection was replaced.
         heartbeats: report which peers live; for the thread that receives.
+        inbox: what this worker receives by.
 
-    `send` may be called from any thread; `receive`, `has_more`, `mask` and `unmask` from one at a
-    time. For these see `Inbox` and `Poller`.
+    `send` may be called from any thread; `receive`, `mask` and `unmask` from one at a time: see
+    `Inbox` and `Poller`.
     """
 
     def __init__(
@@ -87,18 +88,17 @@ class Network:
             undo.callback(self._context.destroy, linger=0)
             # Two mailboxes for each peer, the inbox, the waker, and the heartbeats' sockets.
             self._context.set(zmq.MAX_SOCKETS, 3 * peers + 16)
-            self._inbox = Inbox(self._context)
-            undo.callback(self._inbox.poller.close)
+            self.inbox = Inbox(self._context)
+            undo.callback(self.inbox.poller.close)
             # See `Inbox`; without the cost of another call.
-            self.receive, self.wait = self._inbox.receive, self._inbox.wait
-            self.has_more = self._inbox.has_more
-            self.mask, self.unmask = self._inbox.poller.mask, self._inbox.poller.unmask
-            self.strangers_left_memory = self._inbox.strangers_left_memory
-            self.at_hand = self._inbox.at_hand
+            self.receive, self.wait = self.inbox.receive, self.inbox.wait
+            self.mask, self.unmask = self.inbox.poller.mask, self.inbox.poller.unmask
+            self.strangers_left_memory = self.inbox.strangers_left_memory
+            self.at_hand = self.inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)
-            self._waker = Mailbox(self._context, b"w", self._inbox.inproc)
+            self._waker = Mailbox(self._context, b"w", self.inbox.inproc)
             if ipc:
-                self._inbox.bind_ipc(self.directory.socket_path)
+                self.inbox.bind_ipc(self.directory.socket_path)
             reserve.add_user()
             undo.pop_all()
 
@@ -108,7 +108,7 @@ class Network:
         if curve is not None:
             curve.open(self._context)
         try:
-            self.tcp_endpoint = self._inbox.bind_tcp(address, curve, ports)
+            self.tcp_endpoint = self.inbox.bind_tcp(address, curve, ports)
         except BaseException:  # it may be tried again, with other keys
             self._curve = None
             if curve is not None:
@@ -118,7 +118,7 @@ class Network:
 
     def connect(self, endpoints: Sequence[str]) -> None:
         """Sets the endpoints of peers 0, 1, ... which are known from the start."""
-        self._endpoints = {**dict(enumerate(endpoints)), self._own_id: self._inbox.inproc}
+        self._endpoints = {**dict(enumerate(endpoints)), self._own_id: self.inbox.inproc}
 
     def connect_itself(self, own_id: int) -> None:
         """Sets this worker's own number if it was not known at first. There are no peers yet."""
@@ -192,7 +192,7 @@ class Network:
 
         For the thread that receives. See `Heartbeats.notices`.
         """
-        self._inbox.answer(routing_id, [routing_id, first])
+        self.inbox.answer(routing_id, [routing_id, first])
 
     def watch(self, peer: int) -> None:
         """Begins to send heartbeats to a peer; see `Heartbeats.watch`."""
@@ -230,7 +230,7 @@ class Network:
         """
         short = not reserve.refresh()
         if not short:
-            self._inbox.listen_again()
+            self.inbox.listen_again()
         if short != self._hidden:
             self._hidden = short
             self.directory.hide_socket(short)
@@ -257,7 +257,7 @@ class Network:
     @property
     def received_bytes(self) -> int:
         """Returns the bytes that ever came by ZeroMQ, and so not by direct connections."""
-        return self._inbox.received_bytes
+        return self.inbox.received_bytes
 
     def abandon(self) -> None:
         """Sends nothing more: in a forked child, since the sockets are its parent's."""
@@ -293,7 +293,7 @@ class Network:
                 mailbox.close(0)
         self.heartbeats.close()
         self._waker.close(0)
-        self._inbox.close()
+        self.inbox.close()
         self.descriptors.close()
         if self._curve is not None:
             self._curve.close()
@@ -319,7 +319,7 @@ class Network:
         if endpoint.startswith("ipc://") and not bulk:
             try:
                 on_broken = partial(self._resend_queue, peer)
-                return DirectMailbox(self._identity, endpoint, self._inbox.poller, on_broken)
+                return DirectMailbox(self._identity, endpoint, self.inbox.poller, on_broken)
             except zmq.ZMQError:
                 raise
             except OSError:

@@ -266,7 +266,7 @@ class DirectInbox:
         self._deliver = deliver
         self._memory = ReceiveBuffer(_READ_BYTES)
         self._connections: set[_Connection] = set()
-        self._unwatched: list[_Connection] = []  # which the poller has refused
+        self._unwatched: list[_Connection] = []  # to be watched at the next `listen`
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         self._listener.bind(str(path))
@@ -283,7 +283,7 @@ class DirectInbox:
             if not self._listening:
                 self._poller.watch_readable(self._listener.fileno(), self._accept)
                 self._listening = True
-        except OSError as error:
+        except (OSError, MemoryError, RecursionError) as error:
             logger.error("direct connections have to wait: %r", error)
 
     def _watch(self, connection: _Connection) -> None:
@@ -304,7 +304,7 @@ class DirectInbox:
         self._connections.add(connection)
         try:
             self._watch(connection)
-        except OSError:
+        except (OSError, MemoryError, RecursionError):
             # Its messages wait in the socket. Closing it would lose those that have arrived.
             self._unwatched.append(connection)
 
@@ -329,14 +329,17 @@ class DirectInbox:
             # detection fails the calls whose messages are lost.
             logger.error("a direct connection is closed: %r", error)
             size = 0
-        for first, buffers in messages:
-            if connection.identity:
-                self._deliver((connection.identity, first, buffers))
-            elif head_of_remnant(first) is None:
-                connection.identity = first
-            else:  # nobody knows whose the messages would be
-                size = 0
-                break
+        try:
+            for first, buffers in messages:
+                if connection.identity:
+                    self._deliver((connection.identity, first, buffers))
+                elif head_of_remnant(first) is None:
+                    connection.identity = first
+                else:  # nobody knows whose the messages would be
+                    size = 0
+                    break
+        except (MemoryError, RecursionError):  # as if they could not be parsed
+            size = 0
         if not size:
             self._poller.forget(connection.socket.fileno())
             self._connections.discard(connection)
