@@ -88,6 +88,9 @@ class DistributedOptimizer(Optimizer):
         groups = _groups(params_rref)
         self.__setstate__({"defaults": {}, "state": defaultdict(dict), "param_groups": groups})
         owners = _by_owner(rref for group in self.param_groups for rref in group["params"])
+        # This worker last: its step takes the interpreter's lock, so the others' calls would wait.
+        here = current_agent().worker_info
+        owners = dict(sorted(owners.items(), key=lambda each: each[0] == here))
         local_optimizers = {
             owner: remote(
                 owner, LocalOptimizer, (optimizer_class, self._part(owner), *args), kwargs
