@@ -261,5 +261,15 @@ def test_stop_waits_for_a_caller_that_sits_also_if_ctrl_c_ends_it() -> None:
     caller.join()
 
 
+def test_after_stop_no_caller_receives() -> None:
+    """The sockets may be closed."""
+    messages = Messages()
+    io = LeaderFollower(contextvars.copy_context(), "test-io", lambda until: until, messages)
+    io.stop(SOON)
+    messages.asked.clear()
+    io.receive(closed_gate())
+    assert messages.asked == []
+
+
 def test_stop_from_a_job(desk: Desk) -> None:
     desk.do(lambda: desk.io.stop(SOON))

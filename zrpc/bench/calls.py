@@ -22,6 +22,14 @@ def empty(session: Session) -> Sample:
     return session.sampling.time(lambda: rpc_sync(PEER, targets.nothing))
 
 
+def peer_and_own(session: Session) -> Sample:
+    """Calls a function that does nothing on the peer, then on this worker itself."""
+    rpc_sync = session.rpc.rpc_sync
+    return session.sampling.time(
+        lambda: [rpc_sync(to, targets.nothing) for to in (PEER, "worker0")]
+    )
+
+
 def recorded(session: Session) -> Sample:
     """Calls a function that does nothing, while calls are recorded for people to look at."""
     with tempfile.TemporaryDirectory() as directory:

@@ -146,6 +146,7 @@ _CALLS = (
     Row("recorded call", "calls:recorded", limit=_zmq()),
     _of_all("call with a small tensor", "calls:small_tensor", limit=_zmq()),
     Row("torch operator", "calls:torch_operator", limit=_zmq()),
+    Row("call to a peer, then to this worker", "calls:peer_and_own", limit=_zmq(times=2)),
     Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
 )
 _CALLS_AT_ONCE = (

@@ -225,17 +225,19 @@ class LeaderFollower:
         if busy or (self._awaited and self._waited().keys() - {ident}):
             self._awaited[ident] = gate, end
             return
-        due = 0.0
+        sits, due = False, 0.0
         try:
             if not self.seat.acquire(blocking=False):
                 self._awaited[ident] = gate, end
             elif not self._stopping:
+                sits = True
                 self._source.mask()
                 while gate.locked() and time.monotonic() < end:
                     due = self._turn(end)
         finally:
             if self.seat._is_owned():
-                self._source.unmask()
+                if sits:
+                    self._source.unmask()
                 self.seat.release()
                 if due < 0:
                     self._source.wake()
