@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_leaks")
 
 
 class Messages:
-    """Where no messages come from; notes what it is asked to do."""
+    """A source without messages; notes what it is asked to do."""
 
     def __init__(self) -> None:
         self.arrived = threading.Event()

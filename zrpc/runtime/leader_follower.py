@@ -64,7 +64,7 @@ _CHECKS_BEFORE_SLEEP = 2
 
 
 class Source(Protocol):
-    """Where the messages come from: `zrpc.transport.network.Network`."""
+    """A source of messages: `zrpc.transport.network.Network`."""
 
     @property
     def mask(self) -> Callable[[], None]:
@@ -90,7 +90,7 @@ class LeaderFollower:
         turn: waits for messages, at most until a time, and handles them; it may leave a job by
             `run`. It returns until when nothing is due, unless a message comes; 0 if it has
             received one, and less if there are others that don't end a wait for messages.
-        source: where the messages come from.
+        source: of the messages.
 
     Attributes:
         turn_ident: the ident of the leader's thread while it is in a turn; else 0. If the leader
