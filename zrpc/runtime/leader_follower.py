@@ -74,7 +74,8 @@ class Source(Protocol):
     def unmask(self) -> Callable[[], None]:
         """Each does again."""
 
-    def wait(self, timeout: float) -> None:
+    @property
+    def wait(self) -> Callable[[float], object]:
         """Waits until there may be messages, at most a number of seconds."""
 
     def wake(self) -> None:

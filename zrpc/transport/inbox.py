@@ -52,7 +52,7 @@ class Inbox:
         context: the context of all of the worker's sockets.
 
     Attributes:
-        poller: waits for all of them.
+        poller: waits for all of them; what is `at_hand` or `unread` does not end its `wait`.
         at_hand: the messages of direct connections that `receive` has not returned yet.
         unread: whether the ROUTER socket may have a message.
         received_bytes: the size of all messages that came by the ROUTER socket, in bytes.
@@ -173,14 +173,6 @@ class Inbox:
             # First, or direct connections could keep it waiting without limit.
             return self._read_router()
         return messages.popleft() if messages else None
-
-    def wait(self, timeout: float) -> None:
-        """Waits until `receive` may find a message, at most ``timeout`` seconds.
-
-        Meanwhile another thread may receive, and `mask` the messages that come. What is `at_hand`
-        or `unread` does not end it.
-        """
-        self.poller.wait(timeout)
 
     def _mark_unread(self) -> None:
         self.unread = True

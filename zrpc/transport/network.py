@@ -91,8 +91,8 @@ class Network:
             self.inbox = Inbox(self._context)
             undo.callback(self.inbox.poller.close)
             # See `Inbox`; without the cost of another call.
-            self.receive, self.wait = self.inbox.receive, self.inbox.wait
-            self.mask, self.unmask = self.inbox.poller.mask, self.inbox.poller.unmask
+            self.receive, poller = self.inbox.receive, self.inbox.poller
+            self.wait, self.mask, self.unmask = poller.wait, poller.mask, poller.unmask
             self.strangers_left_memory = self.inbox.strangers_left_memory
             self.at_hand = self.inbox.at_hand
             self.heartbeats = Heartbeats(self._context, identity)

@@ -14,6 +14,8 @@ class Poller:
     one polls. Callbacks may be called spuriously.
 
     Attributes:
+        wait: waits until a descriptor is ready, at most a number of seconds, as `poll`; but calls
+            nothing, and another thread may poll meanwhile.
         mask: from now on, `wait` does not return for these descriptors.
         unmask: it does again, at once if one is ready.
     """
@@ -25,6 +27,7 @@ class Poller:
         self._outer = select.epoll()
         self._outer.register(self._epoll, select.EPOLLIN)
         # In C, as each call of a thread that receives its own answers needs them.
+        self.wait: Callable[[float], object] = self._outer.poll
         fd = self._epoll.fileno()
         self.mask = partial(self._outer.modify, fd, 0)
         self.unmask = partial(self._outer.modify, fd, select.EPOLLIN)
@@ -55,10 +58,6 @@ class Poller:
             callback = self._callbacks.get(fd)
             if callback is not None:
                 callback()
-
-    def wait(self, timeout: float) -> None:
-        """Waits until a descriptor is ready, as `poll`, but calls nothing: another thread may."""
-        self._outer.poll(timeout)
 
     def close(self) -> None:
         """Stops watching all descriptors."""
