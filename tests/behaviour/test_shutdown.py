@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -19,11 +18,9 @@ import zrpc as rpc
 from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.observed import ask_often
-from tests.support.steps import at_step
 from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
-from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.agent.shutdown import ShutdownTiming
 from zrpc.functions import async_execution
@@ -141,38 +138,6 @@ def test_again_and_from_several_threads_at_once(mesh: Mesh) -> None:
             rpc.shutdown(graceful=graceful)
 
 
-def call(agent: Agent) -> None:
-    with agent.as_current():
-        assert rpc.rpc_sync(1, echo, (1,), timeout=0) == 1
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("begin", [call, Agent.shutdown], ids=["a call", "a shutdown"])
-def test_what_begins_as_the_agent_closes_ends(
-    make_mesh: MakeMesh, begin: Callable[[Agent], None]
-) -> None:
-    """At whichever step of it the agent is closed."""
-
-    def run(number: int) -> None:
-        mesh = make_mesh(workers=2)
-        agent, closing = mesh.agent(0), []
-
-        def close() -> None:
-            closing.append(threading.Thread(target=agent.close))
-            closing[0].start()
-            closing[0].join(0.05)  # it may wait for this thread
-
-        with at_step(number, close), contextlib.suppress(rpc.NotInitializedError):
-            begin(agent)
-        agent.close()
-        for thread in closing:
-            thread.join(SOON)
-        mesh.shutdown(graceful=False)
-
-    for number in range(1, 60, 3):
-        run(number)
-
-
 @pytest.mark.system
 def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
     agent = mesh.agent(0)
@@ -234,39 +199,6 @@ def test_not_graceful_is_at_once_and_local(make_mesh: MakeMesh, transport: str, 
         assert rpc.rpc_sync(2, echo, (1,)) == 1  # the rest goes on
     gate.open()
     leaving.result(SOON)
-
-
-def wait_then_call_back(gate: Gate) -> Any:
-    gate.wait_inside()
-    return rpc.rpc_sync(0, echo, (1,), timeout=SOON)
-
-
-@pytest.mark.system
-def test_a_handler_that_calls_as_its_worker_leaves_does_not_answer_that_it_is_closed(
-    make_mesh: MakeMesh,
-) -> None:
-    """At whichever step of the end: its caller learns that the worker has left."""
-
-    def run(number: int) -> None:
-        mesh = make_mesh(workers=2)
-        agent = mesh.agent(1)
-        with Gate() as gate:
-            with mesh.agent(0).as_current():
-                future = rpc.rpc_async(1, wait_then_call_back, (gate,))
-            gate.await_entry()
-
-            def go_on() -> None:
-                gate.open()
-                until(lambda: not agent.callee.requests)
-
-            with at_step(number, go_on):
-                agent.close()
-            with contextlib.suppress(rpc.WorkerDied):
-                assert future.wait() == 1
-        mesh.shutdown(graceful=False)
-
-    for number in range(1, 120, 4):
-        run(number)
 
 
 def until_lost(name: str) -> None:
