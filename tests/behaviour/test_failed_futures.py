@@ -20,6 +20,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.failing_log import failing_log
+from tests.support.gates import Gate
 from tests.support.targets import fail
 from tests.support.waiting import until
 from tests.support.ways import WAYS
@@ -295,14 +296,16 @@ def test_the_callee_logs_errors_once(shared: Mesh, caplog: pytest.LogCaptureFixt
         assert record.levelno == (logging.DEBUG if told else logging.ERROR)
 
 
-def fail_when_cancelled() -> None:
+def fail_when_cancelled(gate: Gate) -> None:
+    gate.entered.release()
     rpc.current_call().wait_cancelled(30)
     raise KeyError("after the caller has gone")
 
 
 def test_late_errors_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    future = rpc.rpc_async(1, fail_when_cancelled)
-    until(lambda: shared.agent(1).pool.active)
+    gate = Gate()
+    future = rpc.rpc_async(1, fail_when_cancelled, (gate,))
+    gate.await_entry()
     future.cancel()
     (record,) = until(lambda: records_of(caplog, "after the caller has gone"))
     assert record.levelno == logging.ERROR
