@@ -77,8 +77,8 @@ NEIGHBOURS = {
 # What other rooms may import from a room; a dot stands for its package. All else is private to it.
 _SURFACE = {
     "zrpc.runtime": """adaptive_spin alarm allocator compiler context_thread event_loop forks
-        garbage_collector gates green_threads interrupts leader_follower
-        resource_limits switch_interval thread_errors thread_frames thread_pool torch_modes""",
+        garbage_collector gates green_threads interrupts leader_follower resource_limits run_queue
+        switch_interval thread_errors thread_frames thread_pool torch_modes""",
     "zrpc.wire": """cut devices exceptions graph_capture kind member_id message
         page_locks parts pickling unpickling""",
     "zrpc.transport": "address chunks curve identity network probes",

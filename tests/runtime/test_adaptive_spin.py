@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zrpc.runtime.adaptive_spin import MAX_SPIN_SECONDS, AdaptiveSpin
+from zrpc.runtime.run_queue import running_threads
 
 
 def wait(spin: AdaptiveSpin, seconds: float, times: int) -> None:
@@ -17,7 +18,7 @@ def spins(spin: AdaptiveSpin, now: float = 1.0) -> bool:
 
 
 def test_short_waits_lead_to_spinning_until_long_ones_come() -> None:
-    spin = AdaptiveSpin()
+    spin = AdaptiveSpin(cores=2)
     wait(spin, MAX_SPIN_SECONDS / 10, 1000)
     assert spins(spin)
     wait(spin, 60.0, 1)  # one pause is no reason to stop
@@ -45,7 +46,7 @@ def lose(spin: AdaptiveSpin, now: float) -> float:
 
 
 def test_each_loss_of_the_core_soon_after_the_last_one_doubles_the_pause() -> None:
-    spin, now = AdaptiveSpin(), 50.0
+    spin, now = AdaptiveSpin(cores=2), 50.0
     pauses = []
     for _ in range(10):
         again = lose(spin, now)
@@ -55,8 +56,32 @@ def test_each_loss_of_the_core_soon_after_the_last_one_doubles_the_pause() -> No
 
 
 def test_a_loss_long_after_the_last_one_costs_a_short_pause() -> None:
-    spin, now = AdaptiveSpin(), 50.0
+    spin, now = AdaptiveSpin(cores=2), 50.0
     for _ in range(10):
         now = lose(spin, now) + 0.01
     now += 5.0
     assert lose(spin, now) - now - SLICE_SECONDS == pytest.approx(0.01)
+
+
+def look(spin: AdaptiveSpin, running: int, times: int) -> None:
+    for _ in range(times):
+        spin.looked(running, spin.next_look)
+        wait(spin, MAX_SPIN_SECONDS / 10, 1)
+
+
+def test_no_thread_spins_while_more_want_to_run_than_there_are_cores() -> None:
+    spin = AdaptiveSpin(cores=2)
+    look(spin, 2, 1000)
+    assert spins(spin)
+    look(spin, 3, 3)  # for a moment, as when a worker wakes another thread
+    assert spins(spin)
+    begun = spin.next_look
+    look(spin, 3, 30)
+    assert not spins(spin)
+    assert spin.next_look - begun < 0.2
+    look(spin, 2, 1)  # a core is free again
+    assert spins(spin)
+
+
+def test_a_thread_that_looks_is_one_of_those_that_run() -> None:
+    assert running_threads() >= 1

@@ -10,5 +10,6 @@ Other rooms may import every module here:
 - `garbage_collector`: what it interrupts;
 - `forks`: children that leave a handler;
 - `green_threads`: whether threads are the system's;
-- `adaptive_spin`, `allocator`, `resource_limits`: polling, memory, and advice if a resource ends.
+- `adaptive_spin`, `run_queue`: polling, and what else wants the cores;
+- `allocator`, `resource_limits`: memory, and advice if a resource ends.
 """

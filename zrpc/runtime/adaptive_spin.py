@@ -9,6 +9,11 @@ If another program wants the core, it gets it with the yield, and keeps it for a
 milliseconds. A thread that sleeps is woken at once instead, as it has used less time than the
 program. So if a thread has lost its core while it polled, threads sleep in place of polling for a
 while. The same goes for the interpreter's lock, if another thread of this program computes.
+
+Even if it never loses the core, its polls count: a thread that has used up its share of a core for
+which others wait is not woken at once when its message arrives, but gets its next time slice some
+milliseconds later. So no thread polls while the cores are contended: more threads have wanted to
+run than there are cores, at each look for a tenth of a second.
 """
 
 from __future__ import annotations
@@ -21,6 +26,11 @@ MAX_SPIN_SECONDS = 0.0005
 _MAX_COUNTED_SECONDS = 0.003
 # The weight of the latest wait in the moving average.
 _WEIGHT_OF_LAST = 0.125
+
+# Seconds between two looks at how many threads want to run. Those of a mesh alone are too many now
+# and then, but seldom at this many looks in turn, with two busy workers on two cores.
+_LOOK_SECONDS = 0.005
+_CONTENDED_LOOKS = 20
 
 # A poll and a yield take some microseconds. If they take this long, something else has had the core
 # for a time slice, or the interpreter's lock.
@@ -36,11 +46,16 @@ class AdaptiveSpin:
 
     For one thread at a time. Times are in seconds, on any clock.
 
+    Args:
+        cores: of the machine.
+
     Attributes:
-        begins: no thread polls before this time; infinite while messages arrive seldom.
+        begins: no thread polls before this time; infinite while messages arrive seldom, or the
+            cores are contended.
+        next_look: when to call `looked` again.
 
     Example:
-        >>> spin = AdaptiveSpin()
+        >>> spin = AdaptiveSpin(cores=2)
         >>> spin.begins
         0.0
         >>> spin.polled(begun=1.0, now=1.000002)  # it may go on
@@ -53,10 +68,20 @@ class AdaptiveSpin:
         inf
     """
 
-    __slots__ = ("_average_seconds", "_lost_until", "_pause_seconds", "begins")
+    __slots__ = (
+        "_average_seconds",
+        "_contended_looks",
+        "_cores",
+        "_lost_until",
+        "_pause_seconds",
+        "begins",
+        "next_look",
+    )
 
-    def __init__(self) -> None:
-        self.begins = 0.0
+    def __init__(self, cores: int) -> None:
+        self._cores = cores
+        self.begins = self.next_look = 0.0
+        self._contended_looks = 0  # the latest ones in turn
         self._average_seconds = 0.0
         self._lost_until = 0.0  # the end of the pause after the core was lost
         self._pause_seconds = _PAUSE_SECONDS
@@ -77,4 +102,10 @@ class AdaptiveSpin:
         counted = seconds if seconds < _MAX_COUNTED_SECONDS else _MAX_COUNTED_SECONDS
         self._average_seconds += (counted - self._average_seconds) * _WEIGHT_OF_LAST
         seldom = self._average_seconds >= MAX_SPIN_SECONDS
-        self.begins = math.inf if seldom else self._lost_until
+        contended = self._contended_looks >= _CONTENDED_LOOKS
+        self.begins = math.inf if seldom or contended else self._lost_until
+
+    def looked(self, running: int, now: float) -> None:
+        """Records how many threads of the machine run or wait for a core."""
+        self.next_look = now + _LOOK_SECONDS
+        self._contended_looks = self._contended_looks + 1 if running > self._cores else 0

@@ -12,6 +12,7 @@ from typing import Any
 import zmq
 
 from zrpc.runtime.adaptive_spin import MAX_SPIN_SECONDS, AdaptiveSpin
+from zrpc.runtime.run_queue import running_threads
 from zrpc.transport.chunks import BEGINS_CHUNK, MAX_FRAME_BYTES, remnant
 from zrpc.transport.curve import Curve
 from zrpc.transport.identity import HEARTBEAT_LETTER, NOBODY, identity_of
@@ -78,7 +79,7 @@ class Inbox:
         self.at_hand: deque[Received] = deque()
         # Its descriptor reports only changes, so the socket must be read until it is empty.
         self.unread = True
-        self._spin = AdaptiveSpin()
+        self._spin = AdaptiveSpin(os.cpu_count() or 1)
         self.inproc = f"inproc://zrpc-inbox-{id(self)}"
         self._socket.bind(self.inproc)
 
@@ -147,6 +148,8 @@ class Inbox:
         if messages:
             return messages.popleft()
         begun = now = monotonic()
+        if timeout and now >= self._spin.next_look:
+            self._spin.looked(running_threads(), now)
         spin = spin and timeout > 0 and now >= self._spin.begins
         awake = now + MAX_SPIN_SECONDS if spin else now
         while True:
