@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zrpc.calls.future import Future
@@ -18,17 +19,32 @@ def call_each(call: GroupCall) -> GroupFuture[Any]:
     """Calls each member, and returns the future of all results."""
     if call.shared is not None:
         return share_out(call)
+    return future_of_all(call.ask_all(), call.names)
+
+
+def future_of_all(
+    asked: Iterable[tuple[int, Future[Any] | None, Exception | None]], names: Sequence[str]
+) -> GroupFuture[Any]:
+    """Returns one future of what was asked of each member.
+
+    Args:
+        asked: for each member its place, and the future, or why it could not be asked; or neither,
+            if nothing is to come.
+        names: of the members.
+    """
     parts: dict[int, Future[Any]] = {}
     try:
-        for place, asked, error in call.ask_all():
-            parts[place] = asked or Future()
+        for place, part, error in asked:
+            parts[place] = part or Future()
             if error is not None:
                 parts[place].set_exception(error)
+            elif part is None:
+                parts[place].set_result(None)
     except BaseException:  # Ctrl-C: nobody gets the future
-        for part in parts.values():
-            part.cancel()
+        for each in parts.values():
+            each.cancel()
         raise
-    return GroupFuture([part for _, part in sorted(parts.items())], call.names)
+    return GroupFuture([part for _, part in sorted(parts.items())], names)
 
 
 def make_each(call: GroupCall) -> list[Any]:

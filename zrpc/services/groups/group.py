@@ -18,11 +18,12 @@ from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.groups.call import GroupCall, Target
-from zrpc.services.groups.calls import call_each, make_each, stream_each
+from zrpc.services.groups.calls import call_each, future_of_all, make_each, stream_each
 from zrpc.services.groups.future import GroupFuture
 from zrpc.services.groups.service import GroupService
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.rref import RRef
+from zrpc.services.rref.value import READY
 from zrpc.services.streams.service import StreamService, checked_prefetch
 from zrpc.services.streams.stream import Stream
 from zrpc.wire.kind import Kind
@@ -221,6 +222,54 @@ class RRefGroup(Group[RRef[T]]):
         """
         return Proxy(partial(self._ask_for_items, checked_prefetch(prefetch), deadline), timeout)
 
+    def ready(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Waits until all values are made; see `zrpc.RRef.ready`.
+
+        Args:
+            timeout: in seconds; 0 means no limit. Default: the default timeout of all calls.
+
+        Raises:
+            GroupError: some are not made in time, or never will be.
+
+        Example:
+            >>> import zrpc
+            >>> zrpc.remote(zrpc.group("worker*"), dict).ready(timeout=5)
+        """
+        call = self._agent().caller.call_async
+        _results(self._ask_each(lambda rref: rref._ask_beside(READY, timeout, call)))
+
+    def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+        """Ends the actors, all at the same time; see `zrpc.RRef.stop`.
+
+        Args:
+            timeout: in seconds; 0 means no limit. Default: the default timeout of all calls.
+
+        Raises:
+            GroupError: some have not ended in time, are no actors, or have failed as they ended.
+                The others have ended.
+
+        Example:
+            >>> import zrpc
+            >>> lists = zrpc.remote(zrpc.group("worker*"), zrpc.actor(list, concurrency=1))
+            >>> lists.stop()
+        """
+        call = self._agent().caller.call_async
+        _results(self._ask_each(lambda rref: rref._orders().stop(rref, timeout, call)))
+
+    def _ask_each(self, ask: Callable[[RRef[T]], Future[Any] | None]) -> GroupFuture[Any]:
+        """Asks the owner of each value something by ``ask``; None if nothing will come."""
+
+        def asked() -> Iterator[tuple[int, Future[Any] | None, Exception | None]]:
+            for place, rref in enumerate(self._members):
+                future = failure = None
+                try:
+                    future = ask(rref)
+                except Exception as error:
+                    failure = error
+                yield place, future, failure
+
+        return future_of_all(asked(), [rref.owner_name() for rref in self._members])
+
     def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
         def ask(rref: RRef[T]) -> Any:
             return _asking(partial(rref._ask_for_items, prefetch, timeout=timeout))
@@ -235,10 +284,9 @@ class RRefGroup(Group[RRef[T]]):
 
     def _ask_remotely(self, body: Any, timeout: float) -> RRefGroup[Any]:
         name, _, _ = body
-        unknown = [rref for rref in self._members if name not in rref._methods]
+        unknown = RRefGroup([rref for rref in self._members if name not in rref._methods])
         call = self._agent().caller.call_async
-        asked = [rref._ask_beside(name, timeout, call) for rref in unknown]
-        _results(GroupFuture(asked, [rref.owner_name() for rref in unknown]))
+        _results(unknown._ask_each(lambda rref: rref._ask_beside(name, timeout, call)))
         for rref in unknown:
             rref._methods |= {name}
         return RRefGroup(make_each(self._call(lambda rref: rref._ask_for_value, body, timeout)))

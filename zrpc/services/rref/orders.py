@@ -224,8 +224,8 @@ class ActorOrders(Service):
         if order is None or order.again is None:
             self._refuse(rref_id, owner)
 
-    def stop(self, rref: Any, timeout: float) -> None:
-        """Does what `RRef.stop` does."""
+    def stop(self, rref: Any, timeout: float, call: Callable[..., Any] | None = None) -> Any:
+        """Does what `RRef.stop` does; with ``caller.call_async`` it returns a future of that."""
         caller, owner = self.agent.caller, None
         if rref._order is not None and rref._order.label.restarts:
             seconds, begun = caller.timeout(timeout), monotonic()
@@ -234,10 +234,10 @@ class ActorOrders(Service):
         if owner is None:
             rref._check()
             owner = rref._owner
-        call: Callable[..., Any] = caller.call
-        if rref._value is not None and stop_within(rref._value.mailbox, owner):
-            call = caller.call_async
-        call(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
+        within = rref._value is not None and stop_within(rref._value.mailbox, owner)
+        ask = caller.call_async if within else call or caller.call
+        ended = ask(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
+        return None if within else ended
 
     def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
         """Lets an actor not be made again; returns where it was, as far as its maker knows."""
