@@ -20,3 +20,18 @@ def running_threads() -> int:
             os.close(descriptor)
     except (OSError, IndexError, ValueError):  # there is no such file, or no descriptor for it
         return 0
+
+
+def wants_core(native_id: int) -> bool:
+    """Returns whether a thread of this process runs or waits for a core, and for nothing else.
+
+    Args:
+        native_id: the thread's, see ``threading.Thread.native_id``.
+
+    See also the third field of /proc/pid/stat in proc(5).
+    """
+    try:
+        with open(f"/proc/self/task/{native_id}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"R"
+    except (OSError, IndexError):  # it has ended
+        return False

@@ -27,6 +27,7 @@ from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.pool_load import PoolLoad
 from zrpc.runtime.resource_limits import stack_is_full
+from zrpc.runtime.run_queue import wants_core
 from zrpc.runtime.thread_errors import printing_errors
 from zrpc.runtime.thread_frames import processor_time_of
 
@@ -269,19 +270,20 @@ class HandlerPool:
         """Starts threads in place of those that wait unseen; tries again what the system refused.
 
         Must be called periodically. If jobs are queued and none was begun since the last call,
-        every thread that used no processor time since then is assumed to be waiting.
+        every thread that used no processor time since then is assumed to be waiting, unless it has
+        wanted a core and got none.
         """
         with self._lock:
             stuck = bool(self._backlog) and self._begun_at == self._begun_before
             self._begun_before = self._begun_at
             threads = self._at_work() if stuck else set()
         cpu = {ident: processor_time_of(ident) for ident in threads}
-        # If the system doesn't report it (None), a thread counts as waiting.
-        waiting = sum(
-            ident in self._cpu_before and self._cpu_before[ident] == used
-            for ident, used in cpu.items()
+        before, self._cpu_before = self._cpu_before, cpu
+        unused = {ident for ident, used in cpu.items() if before.get(ident, -1.0) == used}
+        waiting = len(unused) and sum(
+            each.ident in unused and not wants_core(each.native_id or 0)
+            for each in threading.enumerate()
         )
-        self._cpu_before = cpu
         with self._lock:
             # Fewer run than may if the system has refused a thread: nothing else tries again.
             count = max(waiting, self._running < self._size)
