@@ -27,7 +27,7 @@ _COUNTED_CALLS = 200
 _TRIES = 20
 _ROOT = os.path.dirname(zrpc.__file__)
 _OWN = os.path.dirname(__file__)
-_POLLING = {"Poller.poll", "AdaptiveSpin.polled"}
+_POLLING = {"Poller.poll"}
 
 # By module and function: how often it was entered, or how many of its lines were executed.
 Counts = Counter[tuple[str, str]]

@@ -150,8 +150,7 @@ class Inbox:
         begun = now = monotonic()
         if timeout and now >= self._spin.next_look:
             self._spin.looked(running_threads(), now)
-        spin = spin and timeout > 0 and now >= self._spin.begins
-        awake = now + MAX_SPIN_SECONDS if spin else now
+        awake = now + MAX_SPIN_SECONDS if spin and timeout > 0 and self._spin.polls else now
         while True:
             spinning = now < awake
             if spinning and self._direct is None:
@@ -165,9 +164,7 @@ class Inbox:
                 break
             if spinning:
                 os.sched_yield()
-            polled, now = now, monotonic()
-            if polled < awake and not self._spin.polled(polled, now):
-                awake = now
+            now = monotonic()
             if now >= begun + timeout and now >= awake:
                 break
         if timeout:
