@@ -175,6 +175,83 @@ def test_a_caller_that_an_exception_ends_gives_back_the_seat(error: type[BaseExc
             pool.submit(io.receive, closed_gate()).result()
 
 
+class CallsInFlight:
+    """One more at each look at them. They call ``look`` at the second one."""
+
+    def __init__(self, look: Callable[[], object]) -> None:
+        self._look = look
+        self.looks = 0
+
+    def __len__(self) -> int:
+        self.looks += 1
+        if self.looks == 2:
+            self._look()
+        return self.looks
+
+
+class Expected(Messages):
+    """I/O threads, and a caller that has just received. Each turn opens the gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.led = closed_gate(), threading.Event()
+        self.turns: list[str] = []
+        self.io = LeaderFollower(contextvars.copy_context(), "test-io", self.turn, self)
+        self.io.start()
+
+    def turn(self, until: float) -> float:
+        self.arrived.clear()
+        self.turns.append(threading.current_thread().name)
+        if self.gate.locked():
+            self.gate.release()
+        if self.turns[-1].startswith("test-io"):
+            self.led.set()
+        return time.monotonic() + SOON
+
+    def until_paused(self, look: Callable[[], object]) -> CallsInFlight:
+        """Lets a message come until the leader pauses for it; ``look`` is called meanwhile."""
+        begun = time.monotonic()
+        while time.monotonic() < begun + SOON:
+            self.io.in_flight = ()
+            self.gate.acquire(blocking=False)
+            self.io.receive(self.gate)  # the leader may still be in its turn
+            self.led.clear()
+            calls = self.io.in_flight = CallsInFlight(look)
+            self.arrived.set()
+            assert self.led.wait(SOON)
+            if (
+                calls.looks > 1
+            ):  # else this machine was too busy for the leader to expect the caller
+                return calls
+        raise AssertionError("the leader has never paused")
+
+
+@pytest.fixture
+def expected() -> Iterator[Expected]:
+    expected = Expected()
+    yield expected
+    assert expected.io.stop(SOON)
+
+
+def test_what_comes_while_calls_are_in_flight_is_left_to_a_caller_that_has_just_received(
+    expected: Expected,
+) -> None:
+    gate = closed_gate()
+
+    def receive() -> None:
+        expected.gate = gate
+        with ThreadPoolExecutor(1, "caller") as pool:
+            pool.submit(expected.io.receive, gate).result()
+
+    expected.until_paused(receive)
+    assert expected.turns[-2].startswith("caller")
+    assert not gate.locked()
+
+
+def test_a_thread_that_waits_and_does_not_receive_ends_the_pause(expected: Expected) -> None:
+    assert expected.until_paused(expected.io.hurry).looks < 5  # with pauses to the end it is 9
+
+
 def test_a_long_job_does_not_hold_up_others(desk: Desk) -> None:
     desk.pool = HandlerPool(2, "test-worker")
     go_on = threading.Event()

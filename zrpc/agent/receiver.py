@@ -47,7 +47,7 @@ class Receiver:
         shutdown: this worker's; once it is in progress, it is looked after at each turn.
 
     Attributes:
-        receive: see `LeaderFollower.receive`.
+        receive, hurry: see `LeaderFollower`.
         run: runs a handler's job; see `LeaderFollower.run`.
         complete: completes a future that no thread waits for, by a job.
     """
@@ -63,7 +63,7 @@ class Receiver:
         name = f"zrpc-{self._worker.name}-io"
         self._threads = LeaderFollower(self._context, name, self._turn, self._network)
         # For each call: without a function of their own.
-        self.receive = self._threads.receive
+        self.receive, self.hurry = self._threads.receive, self._threads.hurry
         self.run = partial(self._threads.run, self._pool)
         self.complete = partial(self._threads.run, self._completions)
         self._next_tick = 0.0

@@ -150,6 +150,7 @@ _CALLS = (
     Row("nested calls, 8 hops", "calls:nested", (8,), limit=_zmq(times=8)),
 )
 _CALLS_AT_ONCE = (
+    Row("each of 5 calls made at once", "calls:in_flight", (5,)),
     _of_many("pipelined calls per second", "calls:pipelined", (), Unit.RATE, _RATE),
     _of_all("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),

@@ -63,6 +63,9 @@ class Receiver(Protocol):
     def receive(self, gate: threading.Lock, timeout: float) -> None:
         """Receives until a gate opens, in the thread that waits for it, if that is possible."""
 
+    def hurry(self) -> None:
+        """Lets the I/O thread receive at once, for a thread that waits and does not receive."""
+
     def complete(self, job: Callable[[], None]) -> None:
         """Completes a future that no thread waits for, by a job."""
 
@@ -386,8 +389,11 @@ class Caller:
         ident, gate = threading.get_ident(), call.gate
         call.waiters = (*call.waiters, ident)
         try:
-            if current_pool() is None and call.peer != self._own_id and gate.locked():
-                self._receiver.receive(gate, max(0.0, call.deadline - monotonic()))
+            if gate.locked():
+                if current_pool() is None and call.peer != self._own_id:
+                    self._receiver.receive(gate, max(0.0, call.deadline - monotonic()))
+                else:
+                    self._receiver.hurry()
             while gate.locked() and not pass_gate(gate, call.remaining()):
                 if not call.remaining():  # or its deadline was postponed meanwhile
                     call.expire()

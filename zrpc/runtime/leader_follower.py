@@ -9,7 +9,8 @@ leading     one I/O thread       holds the seat and receives; then, off    its j
                                  the seat, runs the job that its turn      (``give_way``) or takes
                                  has taken (``run``), if jobs are short;   too long: it follows
                                  waits off the seat for the next message,
-                                 if a caller may sit
+                                 if a caller may sit; pauses, if one is
+                                 expected to
 following   the other I/O thread checks every 1 to 4 ms whether the        promotion: it leads
                                  leader is still in the same job; sleeps
                                  if there are no jobs
@@ -17,6 +18,11 @@ sitting     a caller that waits  holds the seat and receives in place of   its a
             for its answer       the leader, which waits off the seat or   time limit (``receive``)
                                  is in a job; no message wakes the leader
 =========== ==================== ========================================= =========================
+
+A thread that makes several calls at once, and then waits for them, sits only then. If the leader
+received the first answers in the meantime, both would run by turns, and hand the interpreter's lock
+to each other. So if a caller has just sat, and messages come while calls are in flight, the leader
+pauses. Measured: each of five calls that are made at once takes 45 us, and 80 without pauses.
 
 A leader that runs a short job itself saves waking another thread. If the job is not short, the
 follower is promoted and receives, and the job goes on in what is now a thread like any other of
@@ -55,6 +61,12 @@ _CHECK_SECONDS = 0.001
 _MAX_CHECK_SECONDS = 0.004
 # Seconds that a thread other than the leader receives at most. Ctrl-C waits for it.
 _LONGEST_SITTING = 0.01
+# If calls are in flight and a caller has begun to sit within the last `_LONGEST_SITTING`, it is
+# expected to sit again for their answers. What comes meanwhile waits for a pause of this many
+# seconds, or for more, as long as further calls are made in each. There is one such wait at most
+# until a caller sits again.
+_PAUSE_SECONDS = 0.0005
+_MOST_PAUSES = 8
 # Seconds between two looks of the leader at the seat that another thread holds.
 _SEAT_CHECK_SECONDS = 0.1
 # Seconds in which a turn ends that is interrupted.
@@ -139,6 +151,11 @@ class LeaderFollower:
         self._job_times: JobTimes | None = None
         self.turn_ident = 0
         self._due, self._yields = 0.0, False
+        # Until when a caller is expected to sit; whether the leader pauses for that; and the gate
+        # that ends a pause, which only the leader closes.
+        self._expected_until, self._pauses = 0.0, False
+        self._pause_gate = threading.Lock()
+        self._pause_gate.acquire()
         # The gates for which threads, by ident, waited while another one received; and until when
         # each counts. Single operations on the dict are atomic.
         self._awaited: dict[int, tuple[threading.Lock, float]] = {}
@@ -232,6 +249,7 @@ class LeaderFollower:
                 self._awaited[ident] = gate, end
             elif not self._stopping:
                 sits = True
+                self._expected_until = end
                 self._source.mask()
                 while gate.locked() and time.monotonic() < end:
                     due = self._turn(end)
@@ -242,6 +260,27 @@ class LeaderFollower:
                 self.seat.release()
                 if due < 0:
                     self._source.wake()
+
+    def hurry(self) -> None:
+        """Ends a pause of the leader: the current thread waits, and does not receive.
+
+        It has signal handlers held back.
+        """
+        self._expected_until = 0.0
+        if self._pauses:
+            with self._lock:
+                if self._pause_gate.locked():
+                    self._pause_gate.release()
+
+    def _pause(self) -> None:
+        """Leaves what has come to a caller that is expected to sit, and may make calls first."""
+        self._expected_until, self._pauses, before = 0.0, True, 0
+        for _ in range(_MOST_PAUSES):
+            count = len(self.in_flight)
+            if count <= before or self._pause_gate.acquire(timeout=_PAUSE_SECONDS):
+                break
+            before = count
+        self._pauses = False
 
     def _waited(self) -> dict[int, threading.Lock]:
         """Returns the gates for which threads have waited of late, by ident; forgets the others."""
@@ -268,6 +307,8 @@ class LeaderFollower:
     def _lead(self, me: int) -> None:
         if self._yields:
             self._source.wait(max(0.0, self._due - time.monotonic()))
+            if time.monotonic() < self._expected_until and self.in_flight:
+                self._pause()
         try:
             if not self.seat.acquire(blocking=False):
                 # The caller that sits does what is due.
