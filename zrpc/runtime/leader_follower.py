@@ -145,17 +145,18 @@ class LeaderFollower:
             gate.acquire()
         # Only the leader writes what follows, without a lock: its job, with the times of that
         # job's pool; its ident while it is in a turn; when its next turn must begin, and whether
-        # others may take the seat until then.
+        # others may take the seat until then; and whether it pauses.
         self._job: Callable[[], None] | None = None
         self.job_pool: HandlerPool | None = None
         self._job_times: JobTimes | None = None
         self.turn_ident = 0
         self._due, self._yields = 0.0, False
-        # Until when a caller is expected to sit; whether the leader pauses for that; and the gate
-        # that ends a pause, which only the leader closes.
-        self._expected_until, self._pauses = 0.0, False
+        self._pauses = False
+        # Opened to end a pause; closed by the leader.
         self._pause_gate = threading.Lock()
         self._pause_gate.acquire()
+        # Until when a caller is expected to sit; any thread may write it.
+        self._expected_until = 0.0
         # The gates for which threads, by ident, waited while another one received; and until when
         # each counts. Single operations on the dict are atomic.
         self._awaited: dict[int, tuple[threading.Lock, float]] = {}
