@@ -40,14 +40,21 @@ current_id: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 
 
-@contextlib.contextmanager
-def in_context(context_id: int | None) -> Iterator[None]:
-    """Puts this thread into a context within a block, or outside of contexts."""
-    token = current_id.set(context_id)
-    try:
-        yield
-    finally:
-        current_id.reset(token)
+class in_context:
+    """Puts this thread into a context within a block, or outside of contexts.
+
+    Not a generator: if Ctrl-C came before the block, its end would come later, with its error's.
+    """
+
+    def __init__(self, context_id: int | None) -> None:
+        self._context_id = context_id
+
+    def __enter__(self) -> None:
+        self._before = current_id.get()
+        current_id.set(self._context_id)
+
+    def __exit__(self, *_: object) -> None:
+        current_id.set(self._before)
 
 
 class Contexts:
@@ -84,13 +91,13 @@ class Contexts:
             yield context_id
             self._end(context_id)
         except BaseException:
-            if current_id.get() is not None:  # else it has ended, or has not begun
-                self._end(context_id)
+            self._end(context_id)  # does nothing if it has ended, or has not begun
             raise
 
     def _end(self, context_id: int) -> None:
         with uninterrupted:  # nobody else ends the context
-            current_id.set(None)
+            if current_id.get() == context_id:
+                current_id.set(None)
             try:
                 self.release(context_id, known_to=self._own_id)
             except BaseException:  # no memory for a frame, for example
