@@ -101,6 +101,8 @@ def test_workers_are_suspended_with_the_driver(runtime: Path) -> None:
     process = start("-c", _SUSPENDED, runtime=runtime)
     assert process.stdout is not None
     worker = int(process.stdout.readline())
+    # Python handles a signal that comes just before a read begins only after it.
+    until(lambda: state_of(process.pid) == "S")
     process.send_signal(signal.SIGTSTP)
     until(lambda: state_of(worker) == state_of(process.pid) == "T")
     time.sleep(4)  # longer than the time-out of heartbeats
