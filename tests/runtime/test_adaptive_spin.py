@@ -1,4 +1,4 @@
-"""Whether a thread polls: if messages have been arriving soon, on contended cores at once."""
+"""Whether a thread polls: if waits have been short, and still shorter on contended cores."""
 
 from __future__ import annotations
 

@@ -21,5 +21,5 @@ def test_a_thread_that_waits_or_has_ended_wants_no_core() -> None:
     number = thread.native_id
     until(lambda: not wants_core(number))
     gate.set()
-    thread.join()  # that of the system may still be about to end
+    thread.join()  # the system ends it a moment later
     until(lambda: not wants_core(number))

@@ -135,9 +135,10 @@ class LeaderFollower:
         self._job_count = 0  # jobs begun
         self._busy = False  # the leader is in a job
         # For each thread: whether it follows and can be promoted; whether it sleeps; and the gate
-        # at which it waits as a follower, without limit if it sleeps. Opening the gate makes it
-        # check at once. Each thread has its own gate: a thread that has just given away the lead
-        # may follow before the other one is awake, and must not take that one's wake-up.
+        # at which it waits as a follower, without limit if it sleeps, and at which the leader
+        # pauses. Opening the gate makes it go on at once. Each thread has its own gate: a thread
+        # that has just given away the lead may follow before the other one is awake, and must not
+        # take that one's wake-up.
         self._ready = [False, False]
         self._asleep = [False, False]
         self._gates = [threading.Lock(), threading.Lock()]
@@ -152,9 +153,6 @@ class LeaderFollower:
         self.turn_ident = 0
         self._due, self._yields = 0.0, False
         self._pauses = False
-        # Opened to end a pause; closed by the leader.
-        self._pause_gate = threading.Lock()
-        self._pause_gate.acquire()
         # Until when a caller is expected to sit; any thread may write it.
         self._expected_until = 0.0
         # The gates for which threads, by ident, waited while another one received; and until when
@@ -270,15 +268,14 @@ class LeaderFollower:
         self._expected_until = 0.0
         if self._pauses:
             with self._lock:
-                if self._pause_gate.locked():
-                    self._pause_gate.release()
+                self._wake(self._leader)
 
-    def _pause(self) -> None:
+    def _pause(self, me: int) -> None:
         """Leaves what has come to a caller that is expected to sit, and may make calls first."""
         self._expected_until, self._pauses, before = 0.0, True, 0
         for _ in range(_MOST_PAUSES):
             count = len(self.in_flight)
-            if count <= before or self._pause_gate.acquire(timeout=_PAUSE_SECONDS):
+            if count <= before or self._gates[me].acquire(timeout=_PAUSE_SECONDS):
                 break
             before = count
         self._pauses = False
@@ -309,7 +306,7 @@ class LeaderFollower:
         if self._yields:
             self._source.wait(max(0.0, self._due - time.monotonic()))
             if time.monotonic() < self._expected_until and self.in_flight:
-                self._pause()
+                self._pause(me)
         try:
             if not self.seat.acquire(blocking=False):
                 # The caller that sits does what is due.
@@ -366,6 +363,6 @@ class LeaderFollower:
             pause = _CHECK_SECONDS if asleep else min(2 * pause, _MAX_CHECK_SECONDS)
 
     def _wake(self, thread: int) -> None:
-        """Makes a follower check at once; the lock is held."""
+        """Ends the wait of a thread at its gate; the lock is held."""
         if self._gates[thread].locked():
             self._gates[thread].release()

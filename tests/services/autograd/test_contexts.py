@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import struct
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -30,7 +28,6 @@ from tests.services.autograd.split_models import (
     settle,
 )
 from tests.support.identity import Same, here
-from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import SOON, until
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.testing import Mesh
@@ -370,58 +367,6 @@ def test_what_a_context_held_is_freed(mesh: Mesh, fails: bool) -> None:
     assert len(watched) == (11 if fails else 13)
     assert_freed(mesh)
     until(lambda: not any(ref() is not None for ref in watched), "all is freed", collect=True)
-
-
-@pytest.mark.system
-def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mesh) -> None:
-    def begin_and_end() -> None:
-        with dist_autograd.context():
-            for name in ("worker1", "worker2"):
-                call(name, max, 1, 2)
-
-    with mesh.agent(0).as_current():
-        for number in some_steps(begin_and_end):
-            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt):
-                begin_and_end()
-            assert_freed(mesh)
-
-
-@pytest.mark.system
-def test_ctrl_c_as_a_block_begins_leaves_no_thread_in_a_context(caller: Mesh) -> None:
-    """Between what a block begins with and the block, whose end is then not called."""
-    left = 0
-
-    def trace(frame: FrameType, event: str, _: Any) -> Any:
-        nonlocal left
-        begins = frame.f_code.co_qualname in (
-            "_GeneratorContextManager.__enter__",
-            "in_context.__enter__",
-        )
-        if begins and event == "return":
-            left -= 1
-            if not left:
-                raise KeyboardInterrupt
-        return trace if begins else None
-
-    def interrupted() -> bool:
-        sys.settrace(trace)
-        try:
-            with dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
-
-    number = 0
-    while True:
-        number += 1
-        left = number
-        if not interrupted():
-            break
-        draw(1)
-    assert number > 2
 
 
 class SlowSet(set[int]):

@@ -235,8 +235,7 @@ class RRefGroup(Group[RRef[T]]):
             >>> import zrpc
             >>> zrpc.remote(zrpc.group("worker*"), dict).ready(timeout=5)
         """
-        call = self._agent().caller.call_async
-        _results(self._ask_each(lambda rref: rref._ask_beside(READY, timeout, call)))
+        self._ask_each(lambda rref, call: rref._ask_beside(READY, timeout, call))
 
     def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         """Ends the actors, all at the same time; see `zrpc.RRef.stop`.
@@ -253,22 +252,25 @@ class RRefGroup(Group[RRef[T]]):
             >>> lists = zrpc.remote(zrpc.group("worker*"), zrpc.actor(list, concurrency=1))
             >>> lists.stop()
         """
-        call = self._agent().caller.call_async
-        _results(self._ask_each(lambda rref: rref._orders().stop(rref, timeout, call)))
+        self._ask_each(lambda rref, call: rref._orders().stop(rref, timeout, call))
 
-    def _ask_each(self, ask: Callable[[RRef[T]], Future[Any] | None]) -> GroupFuture[Any]:
-        """Asks the owner of each value something by ``ask``; None if nothing will come."""
+    def _ask_each(self, ask: Callable[[RRef[T], Callable[..., Any]], Future[Any] | None]) -> None:
+        """Asks the owners of all values by ``ask(rref, call_async)``, and waits for the answers.
+
+        It returns None if nothing will come.
+        """
+        call = self._agent().caller.call_async
 
         def asked() -> Iterator[tuple[int, Future[Any] | None, Exception | None]]:
             for place, rref in enumerate(self._members):
                 future = failure = None
                 try:
-                    future = ask(rref)
+                    future = ask(rref, call)
                 except Exception as error:
                     failure = error
                 yield place, future, failure
 
-        return future_of_all(asked(), [rref.owner_name() for rref in self._members])
+        _results(future_of_all(asked(), [rref.owner_name() for rref in self._members]))
 
     def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
         def ask(rref: RRef[T]) -> Any:
@@ -285,8 +287,8 @@ class RRefGroup(Group[RRef[T]]):
     def _ask_remotely(self, body: Any, timeout: float) -> RRefGroup[Any]:
         name, _, _ = body
         unknown = RRefGroup([rref for rref in self._members if name not in rref._methods])
-        call = self._agent().caller.call_async
-        _results(unknown._ask_each(lambda rref: rref._ask_beside(name, timeout, call)))
+        if unknown:
+            unknown._ask_each(lambda rref, call: rref._ask_beside(name, timeout, call))
         for rref in unknown:
             rref._methods |= {name}
         return RRefGroup(make_each(self._call(lambda rref: rref._ask_for_value, body, timeout)))
