@@ -38,6 +38,8 @@ class Closing:
 def test_a_group_is_ready_once_all_its_values_are(caller: Mesh, gate: Gate) -> None:
     actors = zrpc.remote(zrpc.group("*"), Closing, args=(zrpc.each([None, gate, None]),))
     actors[::2].ready()
+    with pytest.raises(TypeError, match="timeout must be a number of seconds"):
+        actors.ready(timeout="5")  # type: ignore[arg-type]
     with pytest.raises(zrpc.GroupError) as missing:
         actors.ready(timeout=0.05)
     assert [*missing.value.errors] == [1]

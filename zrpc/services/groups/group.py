@@ -235,7 +235,7 @@ class RRefGroup(Group[RRef[T]]):
             >>> import zrpc
             >>> zrpc.remote(zrpc.group("worker*"), dict).ready(timeout=5)
         """
-        self._ask_each(lambda rref, call: rref._ask_beside(READY, timeout, call))
+        self._ask_each(timeout, lambda rref, call: rref._ask_beside(READY, timeout, call))
 
     def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         """Ends the actors, all at the same time; see `zrpc.RRef.stop`.
@@ -252,20 +252,27 @@ class RRefGroup(Group[RRef[T]]):
             >>> lists = zrpc.remote(zrpc.group("worker*"), zrpc.actor(list, concurrency=1))
             >>> lists.stop()
         """
-        self._ask_each(lambda rref, call: rref._orders().stop(rref, timeout, call))
+        self._ask_each(timeout, lambda rref, call: rref._orders().stop(rref, timeout, call))
 
-    def _ask_each(self, ask: Callable[[RRef[T], Callable[..., Any]], Future[Any] | None]) -> None:
+    def _ask_each(
+        self, timeout: float, ask: Callable[[RRef[T], Callable[..., Any]], Future[Any] | None]
+    ) -> None:
         """Asks the owners of all values by ``ask(rref, call_async)``, and waits for the answers.
 
         It returns None if nothing will come.
+
+        Raises:
+            OptionError: the timeout is negative, infinite or not a number.
+            TypeError: it has another type.
         """
-        call = self._agent().caller.call_async
+        caller = self._agent().caller
+        caller.timeout(timeout)  # else each member would refuse it
 
         def asked() -> Iterator[tuple[int, Future[Any] | None, Exception | None]]:
             for place, rref in enumerate(self._members):
                 future = failure = None
                 try:
-                    future = ask(rref, call)
+                    future = ask(rref, caller.call_async)
                 except Exception as error:
                     failure = error
                 yield place, future, failure
@@ -288,7 +295,7 @@ class RRefGroup(Group[RRef[T]]):
         name, _, _ = body
         unknown = RRefGroup([rref for rref in self._members if name not in rref._methods])
         if unknown:
-            unknown._ask_each(lambda rref, call: rref._ask_beside(name, timeout, call))
+            unknown._ask_each(timeout, lambda rref, call: rref._ask_beside(name, timeout, call))
         for rref in unknown:
             rref._methods |= {name}
         return RRefGroup(make_each(self._call(lambda rref: rref._ask_for_value, body, timeout)))
