@@ -193,6 +193,35 @@ def test_after():
 
 
 @pytest.mark.system
+def test_a_hang_is_interrupted_if_the_deadline_passes_before_the_test_begins(
+    run_tests: RunTests,
+) -> None:
+    result = run_tests(
+        """
+@pytest.fixture
+def began():
+    return time.monotonic()
+
+@pytest.fixture
+def slow(began, mesh):
+    threading.Event().wait(began + 1.05 - time.monotonic())
+
+@pytest.mark.zrpc(timeout=1)
+def test_late(slow):
+    threading.Event().wait()
+
+def test_after():
+    pass
+"""
+    )
+    outcomes = result.parseoutcomes()
+    assert outcomes.pop("passed") == 1
+    # On a busy machine the fixture may still be interrupted.
+    assert list(outcomes.values()) == [1]
+    result.stdout.fnmatch_lines(["E *MeshTimeout: *"])
+
+
+@pytest.mark.system
 def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytester) -> None:
     """The main thread is in C code that no signal ends: a torch future that nothing completes."""
     pytester.makepyfile(

@@ -240,7 +240,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
     """Lets the deadline of a test with a mesh interrupt the teardown of other fixtures."""
     __tracebackhide__ = True
-    with _interruptible(item):
+    with _interruptible(item, cleanup=True):
         return (yield)
 
 
@@ -274,12 +274,12 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
 
 
 @contextlib.contextmanager
-def _interruptible(item: pytest.Item) -> Iterator[None]:
+def _interruptible(item: pytest.Item, cleanup: bool = False) -> Iterator[None]:
     if _watchdog not in item.stash:
         yield
         return
     try:
-        with item.stash[_watchdog].interruptible():
+        with item.stash[_watchdog].interruptible(cleanup):
             yield
     except BaseException:
         # After Ctrl-C and pytest.exit no report records the failure. The meshes would be shut

@@ -77,9 +77,8 @@ class Watchdog:
         self._lock = threading.Lock()
         self._meshes: list[Mesh] = []
         self._closed = threading.Event()
-        # Identifies the code section that may be interrupted; None if there is none. Written by
-        # the main thread only.
-        self._section: object | None = None
+        # Whether the main thread may be interrupted now. Only the main thread writes it.
+        self._interruptible = False
         # Whether the main thread has left the code that has entered, and need not be interrupted.
         self._left = False
         self._thread = threading.Thread(target=self._run, name="zrpc-watchdog", daemon=True)
@@ -130,30 +129,31 @@ class Watchdog:
             return list(self._meshes)
 
     @contextlib.contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Lets the deadline interrupt the main thread within a ``with`` statement."""
-        self.allow_interrupt()
+    def interruptible(self, cleanup: bool = False) -> Iterator[None]:
+        """Lets the deadline interrupt the main thread within a ``with`` statement.
+
+        Args:
+            cleanup: whether its body cleans up. If that begins after the deadline, it has its time.
+        """
+        if not (cleanup and not self.remaining()):
+            self.allow_interrupt()
         try:
             yield
         finally:
             self.forbid_interrupt()
 
     def allow_interrupt(self) -> None:
-        """Begins a section of code in which the deadline interrupts the main thread.
-
-        Has no effect after the deadline: cleaning up after the test must have its time.
-        """
-        self._section = object()
+        """Lets the deadline interrupt the main thread, at once if it has passed."""
+        self._interruptible = True
 
     def forbid_interrupt(self) -> None:
-        """Ends the section that `allow_interrupt` began."""
-        self._section = None
+        """Ends what `allow_interrupt` began."""
+        self._interruptible = False
 
     def _run(self) -> None:
         """Runs in the watchdog's thread."""
         if self._closed.wait(self.seconds):
             return
-        stuck = self._section
         with self._lock:
             meshes = list(self._meshes)
             try:
@@ -168,7 +168,7 @@ class Watchdog:
         # error and not with a consequence of their end.
         if self._closed.wait(_FIRST_INTERRUPT_SECONDS):
             return
-        self._interrupt_main(stuck)
+        self._interrupt_main()
         for mesh in meshes:
             mesh._abort()
         last_resort_at = time.monotonic() + _LAST_RESORT_SECONDS
@@ -176,11 +176,11 @@ class Watchdog:
             if time.monotonic() > last_resort_at:
                 self._last_resort(report)
                 return
-            self._interrupt_main(stuck)
+            self._interrupt_main()
 
-    def _interrupt_main(self, stuck: object | None) -> None:
-        """Interrupts the main thread if it is still in the section ``stuck``."""
-        if self._in_main and stuck is not None and self._section is stuck:
+    def _interrupt_main(self) -> None:
+        """Interrupts the main thread if it may be."""
+        if self._in_main and self._interruptible:
             ident = threading.main_thread().ident
             assert ident is not None  # the main thread runs
             signal.pthread_kill(ident, _SIGNAL)
@@ -188,10 +188,10 @@ class Watchdog:
     def _interrupt(self, frame: FrameType | None) -> None:
         """Runs in the main thread, between two instructions."""
         __tracebackhide__ = True
-        if self.timed_out is None or self._section is None:
+        if self.timed_out is None or not self._interruptible:
             return
         # Only once: the clean-up that follows must have its time.
-        self._section = None
+        self._interruptible = False
         entry = self._entry
         if entry is not None and not entry.runs_in(frame):
             self._left = entry.has_returned()

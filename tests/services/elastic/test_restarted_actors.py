@@ -187,6 +187,20 @@ def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(workers: Cr
     assert "was stopped by w2" in str(error_of(before.rpc_sync().add, 1))
 
 
+def test_an_rref_of_the_new_one_may_come_before_its_receiver_has_looked(workers: Crew) -> None:
+    make(workers[0], 7, name="steps")
+    looks = threading.Event()
+    with workers[2].as_current():
+        rpc.on_worker_joined(lambda _: looks.wait(SOON))  # before zrpc itself is told
+        before = rpc.get_actor("steps", SOON)
+        workers.die()
+        workers.revive()
+        again = rpc.get_actor("steps", SOON)
+        assert again.rpc_sync().add(1) == (8, 1)
+        assert before.rpc_sync().add(1) == (9, 1)
+        looks.set()
+
+
 def test_if_another_actor_has_the_name_meanwhile_it_is_not_made_again(workers: Crew) -> None:
     counter = make(workers[0], 7, name="steps")
     workers.die()

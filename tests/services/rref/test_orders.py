@@ -29,7 +29,10 @@ from zrpc.wire.message import Message
 
 
 class Held:
-    """Messages of one kind that a worker has sent, and that are still under way."""
+    """Messages of one kind that a worker has sent, and that are still under way.
+
+    So are its questions after calls: they do not overtake a call, which would count as lost then.
+    """
 
     def __init__(self, mesh: Mesh, rank: int, kind: Kind) -> None:
         self._network, self._kind = mesh.agent(rank).network, kind
@@ -37,13 +40,13 @@ class Held:
         self._network.send = self._hold  # type: ignore[method-assign]
 
     def _hold(self, peer: Any, first: Any, *rest: Any) -> None:
-        if first[1] == self._kind:
+        if first[1] in (self._kind, Kind.ASK):
             self._kept.append((peer, first, *rest))
         else:
             self._send(peer, first, *rest)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return sum(first[1] == self._kind for _, first, *_ in self._kept)
 
     def arrive(self) -> None:
         self._network.send = self._send  # type: ignore[method-assign]

@@ -83,6 +83,8 @@ class ActorOrders(Service):
             watches, self._watches = self._watches, self._watches or label.restarts
         if self._watches and not watches:
             self.agent.joined.add(lambda _: self.follow())
+        if order.owner.member_id != owner.member_id:
+            self.follow()  # the worker that has sent the RRef has looked before this one
         return order
 
     def _skip(self, rref_id: RRefId, owner: MemberId, turn: bytes) -> None:
