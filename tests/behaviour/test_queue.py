@@ -224,6 +224,27 @@ def test_a_get_that_is_cancelled_or_times_out_takes_no_item(items: Any, shared: 
     assert items.rpc_sync().get() == "next"
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_task_that_is_cancelled_before_it_goes_on_takes_no_item(
+    items: Any, cancelled: bool
+) -> None:
+    async def work() -> None:
+        future = items.rpc_async().get()
+        task = asyncio.ensure_future(future)
+        await asyncio.sleep(0)
+        items.rpc_sync().put("item")
+        until(future.done)  # the loop has not looked at it yet
+        if cancelled:
+            task.cancel()
+        with pytest.raises(asyncio.CancelledError) if cancelled else contextlib.nullcontext():
+            assert await task == "item"
+
+    asyncio.run(work())
+    if cancelled:
+        assert items.rpc_sync(timeout=SOON).get() == "item"
+    assert items.rpc_sync().empty()
+
+
 def test_a_cancelled_put_puts_nothing_and_lets_others_pass(shared: Mesh) -> None:
     rref = rpc.remote(1, rpc.Queue, kwargs={"maxbytes": 10_000})
     rref.rpc_sync().put("first")

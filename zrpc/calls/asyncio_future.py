@@ -7,13 +7,47 @@ returns its value. For any other, asyncio makes a task that awaits it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from zrpc.runtime.event_loop import running_loop
 
 T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Taking:
+    """Whether tasks have taken the value of a call that they await; told once, if it is asked for.
+
+    A task may be cancelled when the value has come, but the task has not gone on with it yet.
+
+    Attributes:
+        tasks: those that await it.
+    """
+
+    tasks: int = 0
+    _taken: bool | None = None
+    _tell: list[Callable[[bool], None]] = field(default_factory=list)
+
+    def ask(self, tell: Callable[[bool], None]) -> None:
+        """Has ``tell`` called with the answer; the value has come. In the I/O thread."""
+        self._tell.append(tell)
+        self._answer()
+
+    def end(self, taken: bool) -> None:
+        """Notes that a task awaits the value no longer."""
+        self.tasks -= 1
+        if self._taken is None and (taken or not self.tasks):
+            self._taken = taken
+            self._answer()
+
+    def _answer(self) -> None:
+        if self._taken is not None:
+            with contextlib.suppress(IndexError):  # another thread has told it
+                self._tell.pop()(self._taken)
 
 
 class AsyncioFuture(Generic[T]):
@@ -36,6 +70,14 @@ class AsyncioFuture(Generic[T]):
         """Returns whether there is a value or an error; makes neither from an answer."""
 
     @abstractmethod
+    def _begin_taking(self) -> Taking | None:
+        """Notes that a task awaits the value, if the future stands for a call."""
+
+    @abstractmethod
+    def _leave(self, taking: Taking | None) -> None:
+        """Notes that a task takes no value. May run in a finalizer."""
+
+    @abstractmethod
     def _abandon(self) -> None:
         """Cancels the call that the future stands for, if there is one."""
 
@@ -53,12 +95,17 @@ class AsyncioFuture(Generic[T]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(arrive)
 
+        taking = self._begin_taking()
         self.add_done_callback(on_done)
         try:
             yield from arrived
-        except asyncio.CancelledError:
-            self._abandon()
+        except BaseException as error:
+            self._leave(taking)
+            if isinstance(error, asyncio.CancelledError):
+                self._abandon()
             raise
+        if taking is not None:
+            taking.end(True)
         return self.value()
 
     @property

@@ -417,7 +417,10 @@ class Caller:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
         call = self.calls.settle(answer.call_id, answer)
         if answer.attachments and (receipt := answer.attachments.get(Tag.RECEIPT)):
-            receipt(call is not None)
+            if call is None or call.taking is None:
+                receipt(call is not None)
+            else:
+                call.taking.ask(receipt)
 
     def on_unreadable(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer that can't be read. In the I/O thread."""

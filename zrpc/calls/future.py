@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from zrpc.calls import trampoline
-from zrpc.calls.asyncio_future import AsyncioFuture
+from zrpc.calls.asyncio_future import AsyncioFuture, Taking
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
@@ -347,6 +347,18 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
 
     def _is_complete(self) -> bool:
         return super().done()
+
+    def _begin_taking(self) -> Taking | None:
+        call = self._call
+        if call is None:
+            return None
+        taking = call.taking = call.taking or Taking()
+        taking.tasks += 1
+        return taking
+
+    def _leave(self, taking: Taking | None) -> None:
+        if taking is not None:
+            self._calling.in_next_turn(functools.partial(taking.end, False))
 
     def _abandon(self) -> None:
         # Not a future that the program completes: others may wait for it as well.

@@ -157,6 +157,7 @@ class PendingCall:
         undo: undoes what was done for the message, if it is not sent.
         outcome: a list with its outcome, until that is claimed.
         waiters: the idents of the threads that wait for the answer.
+        taking: whether tasks of asyncio that await the answer have taken it; None if none awaits.
         window, size: whose bytes it is counted with, and how many.
         room: its wait for room, while it is queued.
     """
@@ -177,6 +178,7 @@ class PendingCall:
     observation: Any = None
     undo: Callable[[], None] | None = None
     waiters: tuple[int, ...] = ()
+    taking: Any = None
     window: Window | None = None
     size = 0
     room: Room | None = None
