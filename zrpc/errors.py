@@ -203,7 +203,7 @@ class GroupError(RpcError, ExceptionGroup):
         :meta private:
         """
         shown = [
-            f"{names[place]}: {type(error).__name__}: {error}"
+            f"{names[place]}: {text_of(error)}"
             for place, error in [*errors.items()][:_SHOWN_MEMBERS]
         ]
         if len(errors) > len(shown):
@@ -248,6 +248,14 @@ class WorkerDied(RpcError, ConnectionError):
 
 class OwnerDied(WorkerDied):
     """The worker that owned an RRef's value is lost, and so is the value."""
+
+
+def text_of(error: BaseException) -> str:
+    """Returns the class and the text of an error of the program, whose ``__str__`` may fail."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return f"{type(error).__name__}: <its __str__ failed>"
 
 
 def raised_again(error: Exception) -> Exception:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from zrpc.errors import SerializationError
+from zrpc.errors import SerializationError, text_of
 from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.wire.kind import ANSWERS, REQUESTS
 from zrpc.wire.memory import aligned
@@ -92,7 +92,7 @@ class Decoder:
         except (Exception, SystemExit) as error:
             raise_if_of_handler(error)
             raise self._unreadable(
-                f"a value that was sent can't be rebuilt here: {type(error).__name__}: {error}"
+                f"a value that was sent can't be rebuilt here: {text_of(error)}"
             ) from error
         finally:
             _unpacking.decoder = before

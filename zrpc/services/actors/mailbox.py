@@ -250,7 +250,8 @@ class Mailbox:
             useless = [
                 scope
                 for scope in self._running
-                if scope.cancelled and (scope.deferred or not scope.begun)
+                # A generator reports its end once it is closed.
+                if scope.cancelled and not (scope.in_steps if scope.deferred else scope.begun)
             ]
         # One of them may be about to find out that it must not begin, and ends then once more.
         return [step for scope in useless for step in self.end(scope)]

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.pending_call import PendingCall
-from zrpc.errors import BackwardError, RpcError, WorkerDied
+from zrpc.errors import BackwardError, RpcError, WorkerDied, text_of
 from zrpc.runtime.interrupts import UninterruptedLock, raised_by_handler
 from zrpc.services.autograd import ddp, engine
 from zrpc.services.autograd.contexts import PASS_LAYOUT, in_context, pass_fields, pass_name
@@ -345,9 +345,7 @@ class Participant(RunningPart):
     @override
     def fail(self, error: Exception) -> None:
         if not isinstance(error, (BackwardError, WorkerDied)):
-            error = BackwardError(
-                f"Error on Node {self._agent.worker_info.id}: {type(error).__name__}: {error}"
-            )
+            error = BackwardError(f"Error on Node {self._agent.worker_info.id}: {text_of(error)}")
         super().fail(error)
 
 

@@ -52,6 +52,18 @@ class GroupFuture(Future[list[T]]):
                 return
         results: dict[int, T] = {}
         errors: list[BaseException] = []
+        try:
+            self._collect(results, errors)
+        except Exception as error:  # no memory, perhaps
+            errors.append(error.with_traceback(None))
+        if self._claim():
+            if errors:
+                self._keep_error(errors)
+            else:
+                self._set([*results.values()])
+
+    def _collect(self, results: dict[int, T], errors: list[BaseException]) -> None:
+        """Adds the results, by place; and the error, if there is one."""
         failed: dict[int, Exception] = {}
         for place, part in enumerate(self.parts):
             try:
@@ -59,17 +71,12 @@ class GroupFuture(Future[list[T]]):
             except Exception as error:
                 # Neither this frame, nor what this thread handles meanwhile, explains the error.
                 failed[place] = error.with_traceback(None)
-                error.__suppress_context__ = True
+                # The class of an error may refuse attributes, as frozen dataclasses do.
+                BaseException.__setattr__(error, "__suppress_context__", True)
             except BaseException as error:  # the outcome of a test, say
                 errors.append(error)
         if failed and not errors:
             errors.append(GroupError.of(failed, results, self._names, self._what))
-        failed = {}  # this frame is in the traceback of what is raised
-        if self._claim():
-            if errors:
-                self._keep_error(errors)
-            else:
-                self._set([*results.values()])
 
     @override
     def _summary(self) -> str:

@@ -20,7 +20,7 @@ from zrpc.calls.future_error import without_frames
 from zrpc.errors import GroupError
 from zrpc.runtime.interrupts import raise_if_of_handler, uninterrupted
 from zrpc.services.groups.call import GroupCall
-from zrpc.services.groups.shared_call import Sharer, not_begun
+from zrpc.services.groups.shared_call import Sharer
 from zrpc.services.streams.consumer import Consumer
 from zrpc.services.streams.source import Source
 from zrpc.services.streams.stream import Stream
@@ -86,10 +86,13 @@ class Merged(Source):
             consumer: its stream.
             last: what the reader gets beside the items of the stream.
         """
-        again = self.sharer is not None and consumer is not None and not_begun(error)
         with self._lock:
             if self._closed or (consumer is not None and self._streams.pop(consumer, None) is None):
                 return
+        again = False
+        if self.sharer is not None and consumer is not None:
+            again = self.sharer.gives_again(place, error)
+        with self._lock:
             if not again:
                 self._left -= 1
                 self.items.extend(last)
@@ -99,9 +102,7 @@ class Merged(Source):
             self.wake()
         if self.sharer is None:
             return
-        if again:
-            self.sharer.give_again(place)
-        elif self._left:
+        if again or self._left:
             self.sharer.go_on()
         else:
             self.sharer.finish()

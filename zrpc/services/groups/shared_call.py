@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from zrpc.calls.future import Future
 from zrpc.calls.future_error import without_frames
-from zrpc.errors import WorkerDied
+from zrpc.errors import RpcError, WorkerDied
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.groups.call import GroupCall, Joining
@@ -38,6 +38,10 @@ class Sharer(ABC):
         self._call: GroupCall | None = call
         self._waiting = deque(range(len(self._items)))
         self._free = deque(self._targets)  # members that have no item, by place
+        self._place_of: dict[int, int] = {}  # the members that have had the items, by item
+        # Members that have called nothing for their last item, as stopped actors do, and lost ones.
+        # They get items only if there are no others.
+        self._idle: set[int] = set()
         self._busy = 0  # members that have one
         self._running = False
         self._lost: WorkerDied | None = None
@@ -85,11 +89,20 @@ class Sharer(ABC):
         """Returns an item, and the place of a member that gets it; None if it must stop."""
         with self._lock:
             call = self._call
-            if call is None or not (self._waiting and self._free and self._has_room()):
+            works = self._works()
+            ready = [place for place in self._free if not (works and place in self._idle)]
+            if call is None or not (self._waiting and ready and self._has_room()):
                 self._running = False
                 return None
             self._busy += 1
-            return self._waiting.popleft(), self._free.popleft(), call
+            place, item = ready[0], self._waiting.popleft()
+            self._free.remove(place)
+            self._place_of[item] = place
+            return item, place, call
+
+    def _works(self) -> bool:
+        """Returns whether a member does what it is asked for. The lock is held."""
+        return len(self._idle) < len(self._targets)
 
     def _has_room(self) -> bool:
         """Returns whether another item may be given out now. The lock is held."""
@@ -112,9 +125,10 @@ class Sharer(ABC):
 
     def _on_error(self, item: int, place: int, error: Exception) -> None:
         """Fails an item whose member has failed, unless another member gets it."""
+        again = self.gives_again(item, error)
         self._take_back(place, error)
-        if not_begun(error):
-            self.give_again(item)
+        if again:
+            self.go_on()
         else:
             self._fail(item, without_frames(error))
 
@@ -122,16 +136,24 @@ class Sharer(ABC):
         """Notes that a member is done with its item; if it is lost, it gets no other one."""
         with self._lock:
             self._busy -= 1
-            if isinstance(outcome, WorkerDied):
+            # The function may have failed as another worker was lost.
+            lost = self._targets[place].info.member_id in self._agent.membership.lost
+            if lost and isinstance(outcome, WorkerDied):
                 self._lost = outcome
             else:
                 self._free.append(place)
 
-    def give_again(self, item: int) -> None:
-        """Lets another member have an item whose member was lost."""
+    def gives_again(self, item: int, error: object) -> bool:
+        """Notes how an item has ended; returns whether another member gets it, by `go_on`."""
         with self._lock:
-            self._waiting.appendleft(item)
-        self.go_on()
+            if not isinstance(error, RpcError) or error.executed is not False:
+                self._idle.discard(self._place_of[item])
+                return False
+            self._idle.add(self._place_of[item])
+            again = self._works() or isinstance(error, WorkerDied)
+            if again:
+                self._waiting.appendleft(item)
+            return again
 
     def _fail_if_stuck(self) -> None:
         """Fails the items that are left if no member is."""
@@ -150,11 +172,6 @@ class Sharer(ABC):
         self._call = None  # it has what went to all, and its shared memory
         if self._handle is not None:
             self._handle.remove()
-
-
-def not_begun(error: object) -> bool:
-    """Returns whether a call failed since its worker was lost, which had not begun it."""
-    return isinstance(error, WorkerDied) and error.executed is False
 
 
 class _Item(Future[Any]):
@@ -200,6 +217,7 @@ class _CallSharer(Sharer):
             self._take_back(place)
             self._fail(item, error)
         else:
+            self.gives_again(item, None)
             self._take_back(place)
             self.parts[item]._complete_by(self.parts[item]._claim, value)
         self.go_on()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -224,7 +225,8 @@ class ValueSink(SinkBefore[Callee]):
         if (options := options_of(function)) is not None:
             label = ActorLabel(options.title, self._value.name)
             worker = current_agent().worker_info.name
-            BaseException.add_note(error, f"It was to make the actor {label} on {worker}.")
+            with contextlib.suppress(Exception):  # of a class whose errors take no attributes
+                BaseException.add_note(error, f"It was to make the actor {label} on {worker}.")
 
     def refuse(self, request: Message, error: BaseException) -> None:
         """Takes the error of a call that never begins."""
