@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import threading
 import traceback
@@ -226,6 +227,28 @@ def test_some_members_fail(caller: Mesh) -> None:
     assert isinstance(error, ExceptionGroup)
     with pytest.raises(LookupError):
         future.parts[3].wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize("error", [Frozen(7), Textless()], ids=["frozen", "textless"])
+def test_members_may_raise_errors_that_take_no_attributes_or_have_no_text(
+    caller: Mesh, error: Exception
+) -> None:
+    def fail() -> None:
+        raise error
+
+    with pytest.raises(zrpc.GroupError, match=type(error).__name__) as caught:
+        zrpc.rpc_sync(zrpc.group("*"), fail, timeout=SOON)
+    assert {type(each) for each in caught.value.errors.values()} == {type(error)}
 
 
 def test_parts_of_an_error_are_errors_of_groups(caller: Mesh) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -128,7 +129,57 @@ def test_share_is_alone_in_a_call_and_needs_members_and_results(caller: Mesh) ->
         zrpc.rpc_sync(group[4:], echo, (zrpc.share([1]),))
 
 
+class Worker:
+    def get(self, item: int) -> int:
+        return item
+
+    def stream(self, item: int) -> Iterator[int]:
+        yield item
+
+
+def test_actors_that_are_stopped_take_no_items_if_there_are_others(caller: Mesh) -> None:
+    actors = zrpc.remote(zrpc.group("worker[123]"), zrpc.actor(Worker, concurrency=1))
+    actors[0].stop()
+    items = zrpc.share(range(20))
+    assert actors.rpc_sync().get(items) == [*range(20)]
+    assert sorted(actors.rpc_stream().stream(items)) == [(item, item) for item in range(20)]
+    actors[1:].stop()
+    for call in (actors.rpc_sync().get, lambda items: list(actors.rpc_stream().stream(items))):
+        with pytest.raises(zrpc.GroupError, match="20 of 20 items failed") as caught:
+            call(items)
+        assert caught.value.executed is False
+
+
 # -- members that come and go ----------------------------------------------------------------------
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=4, processes=True)
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_member_whose_function_fails_by_another_loss_gets_further_items(
+    mesh: Mesh, streams: bool
+) -> None:
+    def work(item: int) -> int:
+        return zrpc.rpc_sync("worker3", abs, (item,)) if item < 3 else item
+
+    def work_in_steps(item: int) -> Iterator[int]:
+        yield work(item)
+
+    def call() -> tuple[list[int], list[int]]:
+        group, items = zrpc.group("worker[12]"), (zrpc.share(range(9)),)
+        found: list[int] = []
+        try:
+            if streams:
+                for _, item in zrpc.rpc_stream(group, work_in_steps, items):
+                    found.append(item)
+            else:
+                zrpc.rpc_sync(group, work, items)
+        except zrpc.GroupError as error:
+            return sorted(error.errors), sorted(found or error.results)
+        raise AssertionError("expected a GroupError")
+
+    mesh.kill(3)
+    assert mesh.run(0, call) == ([0, 1, 2], [3, 4, 5, 6, 7, 8])
 
 
 @pytest.mark.system

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
 import zrpc
+from tests.support.gates import Gate
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
@@ -57,6 +59,50 @@ def test_a_stream_that_is_closed_lets_the_next_call_begin(caller: Mesh) -> None:
     assert next(stream) == 0
     stream.close()
     assert model.rpc_sync(timeout=SOON).count_open() == 0
+
+
+class Slow:
+    """An actor whose stream has a step that waits, and then an end that does."""
+
+    def __init__(self, step: Gate, end: Gate) -> None:
+        self.step, self.end, self.over = step, end, False
+
+    def generate(self) -> Iterator[int]:
+        try:
+            yield 0
+            self.step.wait_inside()
+        finally:
+            self.end.wait_inside()
+            self.over = True
+
+    async def generate_in_loop(self) -> AsyncIterator[int]:
+        try:
+            yield 0
+            await asyncio.to_thread(self.step.wait_inside)
+        finally:
+            await asyncio.shield(asyncio.to_thread(self.end.wait_inside))
+            self.over = True
+
+    def is_over(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_in_loop"])
+def test_a_stream_that_is_left_holds_its_place_until_its_generator_is_closed(
+    caller: Mesh, method: str
+) -> None:
+    with Gate() as step, Gate() as end:
+        slow = zrpc.remote("worker1", zrpc.actor(Slow, concurrency=1), (step, end))
+        stream = getattr(slow.rpc_stream(), method)()
+        assert next(stream) == 0
+        step.await_entry()
+        stream.close()
+        step.open()
+        end.await_entry()
+        with pytest.raises(zrpc.RpcTimeoutError):  # the mailbox looks after it ten times a second
+            slow.rpc_sync(timeout=0.5).is_over()
+        end.open()
+        assert slow.rpc_sync(timeout=SOON).is_over()
 
 
 def test_streams_and_calls_of_one_worker_begin_in_their_order(caller: Mesh) -> None:
