@@ -104,7 +104,9 @@ def test_the_others_go_on_all_or_none_whenever_one_is_killed() -> None:
         for error in others:
             if isinstance(error, RendezvousError):
                 [killed] = [rank for rank, each in enumerate(found) if isinstance(each, Killed)]
-                assert f"rank {killed} is missing" in str(error) or f"id={killed}" in str(error)
+                # On a busy machine the store itself may be slow to answer; rank 0 is its host.
+                texts = f"rank {killed} is missing", f"id={killed}", f"host, which is rank {killed}"
+                assert any(text in str(error) for text in texts)
 
 
 def test_whenever_one_is_killed_and_started_again_all_meet() -> None:

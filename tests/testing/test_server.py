@@ -26,7 +26,7 @@ with local_mesh(2, processes=True, timeout=60) as mesh:
 """
 
 
-@pytest.mark.zrpc(processes=True)
+@pytest.mark.zrpc(processes=True, timeout=120)  # two servers import torch
 def test_a_dead_server_is_replaced(monkeypatch: pytest.MonkeyPatch, make_mesh: MakeMesh) -> None:
     # The shared one has children that other tests need, and that end with it.
     monkeypatch.setattr(server, "_server", None)
