@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import queue
+import signal
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -243,6 +246,24 @@ def test_a_task_that_is_cancelled_before_it_goes_on_takes_no_item(
     if cancelled:
         assert items.rpc_sync(timeout=SOON).get() == "item"
     assert items.rpc_sync().empty()
+
+
+def test_ctrl_c_just_before_an_item_comes_leaves_it_in_the_queue(items: Any, shared: Mesh) -> None:
+    def interrupt() -> None:
+        while not busy(shared):  # the thread that calls receives for some milliseconds
+            time.sleep(0)
+        os.kill(os.getpid(), signal.SIGINT)
+        items.rpc_sync().put("item")
+
+    for _ in range(30):
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                items.rpc_sync(timeout=SOON).get()
+        finally:
+            thread.join()
+        assert items.rpc_sync(timeout=SOON).get() == "item"
 
 
 def test_a_cancelled_put_puts_nothing_and_lets_others_pass(shared: Mesh) -> None:

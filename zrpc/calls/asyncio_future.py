@@ -20,12 +20,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Taking:
-    """Whether tasks have taken the value of a call that they await; told once, if it is asked for.
+    """Whether the value of a call was taken; told once, if it is asked for.
 
-    A task may be cancelled when the value has come, but the task has not gone on with it yet.
+    When the value has come, the task that awaits it may be cancelled before it goes on, or Ctrl-C
+    may end the wait.
 
     Attributes:
-        tasks: those that await it.
+        tasks: the number of tasks, or threads, that wait for it.
     """
 
     tasks: int = 0
@@ -38,7 +39,7 @@ class Taking:
         self._answer()
 
     def end(self, taken: bool) -> None:
-        """Notes that a task awaits the value no longer."""
+        """Notes that a task, or a thread, waits for the value no longer."""
         self.tasks -= 1
         if self._taken is None and (taken or not self.tasks):
             self._taken = taken

@@ -22,6 +22,7 @@ import zmq
 from torch.autograd import profiler
 from typing_extensions import Unpack
 
+from zrpc.calls.asyncio_future import Taking
 from zrpc.calls.call_options import CallOptions, Order
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
@@ -38,7 +39,7 @@ from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
 from zrpc.calls.unmapped import name_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import ProtocolError, WorkerDied, has_shut_down, raised_again
+from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
@@ -120,6 +121,7 @@ class Caller:
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
             return self.call_async(to, kind, obj, timeout, **options).wait()
         call, message = self._pack(to, kind, obj, timeout, waits=True, **options)
+        taken = False
         try:
             try:
                 self._submit(call, message)
@@ -129,8 +131,16 @@ class Caller:
                 raise
             finally:
                 release_interrupts()
-            return self.decode(call.outcome.pop())
+            value = self.decode(call.outcome.pop())
+            taken = True
+            return value
+        except RpcError:  # a value that can't be unpickled here is taken nevertheless
+            taken = True
+            raise
         finally:
+            if call.taking is not None:
+                with uninterrupted:
+                    call.taking.end(taken)
             if call.observation is not None:
                 call.observation.end()
 
@@ -415,12 +425,21 @@ class Caller:
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
-        call = self.calls.settle(answer.call_id, answer)
         if answer.attachments and (receipt := answer.attachments.get(Tag.RECEIPT)):
-            if call is None or call.taking is None:
-                receipt(call is not None)
-            else:
-                call.taking.ask(receipt)
+            self._settle_with_receipt(answer, receipt)
+        else:
+            self.calls.settle(answer.call_id, answer)
+
+    def _settle_with_receipt(self, answer: Message, receipt: Callable[[bool], None]) -> None:
+        """Has the owner of the value told whether it is taken; Ctrl-C may come before that."""
+        call = self.calls.get(answer.call_id)
+        if call is not None and call.follower is None:
+            call.taking = Taking(1)  # of the thread that waits in `call`
+        call = self.calls.settle(answer.call_id, answer)
+        if call is None or call.taking is None:
+            receipt(call is not None)
+        else:
+            call.taking.ask(receipt)
 
     def on_unreadable(self, answer: Message, error: Exception) -> None:
         """Fails the call of an answer that can't be read. In the I/O thread."""

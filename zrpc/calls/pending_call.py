@@ -157,7 +157,7 @@ class PendingCall:
         undo: undoes what was done for the message, if it is not sent.
         outcome: a list with its outcome, until that is claimed.
         waiters: the idents of the threads that wait for the answer.
-        taking: whether tasks of asyncio that await the answer have taken it; None if none awaits.
+        taking: whether the value was taken, if tasks of asyncio await it, or its owner asks.
         window, size: whose bytes it is counted with, and how many.
         room: its wait for room, while it is queued.
     """

@@ -4,10 +4,11 @@ A call that has to wait counts as one whose function has returned a future: it t
 
 **Receipts.** An answer that brings items asks for a receipt: its receiver says whether a call still
 waited for the answer, and has it now. The receipt is sent before any other thread of the receiver
-can have the items, but for a moment; if a task of asyncio awaits them, when it has gone on. Until
-it comes, the owner keeps the items. They go back to the front of the queue if the answer was not
-sent, if the call was cancelled or had timed out when the answer arrived, if the task was cancelled
-before it went on, or if the worker dies first. So no item is lost with a call that does not take
+can have the items, but for a moment; if a task of asyncio awaits them, or a thread waits for the
+call, when it has gone on. Until it comes, the owner keeps the items. They go back to the front of
+the queue if the answer was not sent, if the call was cancelled or had timed out when the answer
+arrived, if the task was cancelled or the thread interrupted before it went on, or if the worker
+dies first. So no item is lost with a call that does not take
 it, and no item has two takers that live. If a connection breaks, and messages of the taker may be
 lost, what it was sent counts as taken.
 
