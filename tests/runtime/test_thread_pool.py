@@ -46,6 +46,27 @@ def test_no_more_jobs_run_than_the_size(make_pool: MakePool, jobs: Jobs) -> None
     assert len(jobs.threads) == 3
 
 
+def test_jobs_that_come_at_once_run_at_once_although_those_before_were_short(
+    make_pool: MakePool,
+) -> None:
+    pool, barrier, met = make_pool(3), threading.Barrier(3), threading.Semaphore(0)
+
+    def meet() -> None:
+        barrier.wait(SOON)
+        met.release()
+
+    for _ in range(2):  # at last there are three idle threads
+        for _ in range(3):
+            pool.submit(meet)
+        for _ in range(3):
+            assert met.acquire(timeout=SOON)
+        for _ in range(50):
+            pool.submit(int)
+        done(pool)
+        assert pool.times.short
+        until(lambda: pool.load(0).idle == pool.load(0).threads == 3)
+
+
 def test_a_waiting_thread_is_replaced_and_counts_again_afterwards(make_pool: MakePool) -> None:
     pool, gate, back, running, most = make_pool(1), closed_gate(), threading.Event(), [], []
 

@@ -160,6 +160,9 @@ class HandlerPool:
         self._idle: list[_PoolThread] = []  # last in, first out: that one is warmest
         self._guests: set[int] = set()  # the idents of admitted threads
         self._running = 0  # threads with a job, without those in pass_gate()
+        # Those of them that were idle, and have not begun it. While jobs are short, one at a time
+        # is woken: the others take longer to wake than the first one for all jobs.
+        self._waking: set[_PoolThread] = set()
         self._closed = False
         self._numbers = itertools.count()
         self._refusal: RuntimeError | None = None  # of the system to start a thread, until reported
@@ -179,7 +182,7 @@ class HandlerPool:
             self._backlog.append(job)  # first: whatever fails after that, `relieve` starts it
             if _thread.ending and current_pool() is self:
                 _thread.ending = False  # this thread takes it next
-            elif self._running < self._size:
+            elif self._running < self._size and not (self._waking and self.times.short):
                 self._start_next()
 
     @property
@@ -341,6 +344,7 @@ class HandlerPool:
         job = self._backlog[0]
         if self._idle:
             thread = self._idle.pop()
+            self._waking.add(thread)
             thread.jobs.append(job)
             thread.gate.release()
         elif stack_is_full():
@@ -405,9 +409,12 @@ class HandlerPool:
                 return False
             self._idle.append(thread)
         thread.gate.acquire()  # until _start_next or close
-        if not thread.jobs:
-            with self._lock:
+        with self._lock:
+            self._waking.discard(thread)
+            if not thread.jobs:
                 self._threads.discard(thread)
+            elif self._backlog and self._running < self._size:
+                self._start_next()  # this job may turn out to be long
         return bool(thread.jobs)
 
     def _block(self) -> None:
