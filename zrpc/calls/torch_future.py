@@ -62,7 +62,7 @@ class TorchFuture(torch.futures.Future[T]):
             else:
                 self._list(callback)
                 trampoline.with_room(super().add_done_callback, TorchFuture._run_next)
-        if self._callbacks:
+        if self._callbacks and super().done():
             self._run_dropped()
         if trampoline.interrupts:
             trampoline.raise_interrupt()
