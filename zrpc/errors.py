@@ -308,6 +308,17 @@ def not_initialized() -> NotInitializedError:
     return NotInitializedError(f"RPC has not been initialized. Call zrpc.init_rpc first, {advice}")
 
 
+def deadline_passed(what: str, seconds: float) -> RpcTimeoutError:
+    """Returns the error of a call that is not sent, since its timeout is below 0."""
+    error = RpcTimeoutError(
+        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with "
+        f"an error: {what} was not sent, since its deadline had passed before. Only -1 stands for "
+        "the default timeout, and 0 for no limit"
+    )
+    error.executed = False
+    return error
+
+
 def has_shut_down() -> NotInitializedError:
     """Returns the error of a call through an agent that has shut down."""
     return NotInitializedError(

@@ -262,11 +262,11 @@ class RRefGroup(Group[RRef[T]]):
         It returns None if nothing will come.
 
         Raises:
-            OptionError: the timeout is negative, infinite or not a number.
+            OptionError: the timeout is infinite or not a number.
             TypeError: it has another type.
         """
         caller = self._agent().caller
-        caller.timeout(timeout)  # else each member would refuse it
+        caller.time_limit(timeout)  # else each member would refuse it
 
         def asked() -> Iterator[tuple[int, Future[Any] | None, Exception | None]]:
             for place, rref in enumerate(self._members):
