@@ -57,6 +57,10 @@ def test_a_group_is_a_sequence(caller: Mesh) -> None:
     assert zrpc.get_worker_info("worker2") in group
     assert [*reversed(group)] == ["worker1", "worker0", "worker2"]
     assert group.count("worker1") == 1
+    info = zrpc.get_worker_info("worker0")
+    assert (group.index(info), group.count(info)) == (1, 1)
+    with pytest.raises(ValueError, match="not in"):
+        group.index(info, 2)
     assert zrpc.rpc_sync(group[1:], name) == ["worker0", "worker1"]
     assert "worker2, worker0, worker1" in repr(group)
     assert zrpc.rpc_sync(zrpc.group(["worker1"] * 3), name) == ["worker1"] * 3
