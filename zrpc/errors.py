@@ -162,7 +162,8 @@ class GroupError(RpcError, ExceptionGroup):
     `RpcError.executed` is False if no function has run, so that the whole call can be made again.
 
     Attributes:
-        results: what the others returned, by their place.
+        results: what the others returned, by their place. If a handler raises the error, its caller
+            gets a text in the place of each RRef.
 
     Example:
         >>> import zrpc
