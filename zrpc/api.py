@@ -200,7 +200,8 @@ def rpc_sync(
         args: its positional arguments. Tensors are copied when they are sent.
         kwargs: its keyword arguments.
         timeout: seconds; 0 for no limit. Default: ``rpc_timeout`` of the options. In a handler it
-            is never longer than the handler's own caller still waits.
+            is never longer than the handler's own caller still waits. A negative one is a deadline
+            that has passed, except -1, the default: the call fails at once.
 
     Returns:
         What ``func`` returned; for a group, a list of that in the group's order.

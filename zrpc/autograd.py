@@ -83,7 +83,7 @@ def backward(
         RuntimeError: there is no such context; there are no roots; a root requires no grad, is
             not a scalar or is a leaf; or a worker's part failed ("Error on Node N: …").
         WorkerDied: a worker that took part is lost.
-        TypeError: ``roots`` is not a list of tensors.
+        TypeError: ``context_id`` is not an int, or ``roots`` is not a list of tensors.
 
     Gradients add up in the context over several passes; ``.grad`` is not touched. Several
     contexts may run backward passes at once, even over the same parameters.
@@ -102,6 +102,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Raises:
         RuntimeError: there is no such context on this worker.
+        TypeError: ``context_id`` is not an int.
     """
     return _service().contexts.find(context_id).copy_gradients()
 

@@ -245,3 +245,17 @@ def _fill_copy(function: Any, state: tuple[Callable[..., Any], tuple[Any, dict[s
     if function.__globals__ is getattr(sys.modules.get(slots["__module__"]), "__dict__", None):
         slots = {**slots, "__globals__": {}}  # a copy at home
     fill(function, (attributes, slots))
+
+
+def why_unpicklable(obj: Any, error: Exception) -> str:
+    """Returns what can't be pickled, why, and what to do, for the error."""
+    if isinstance(obj, types.FunctionType | type):
+        return (
+            f"{obj.__module__}.{obj.__qualname__}, which goes by value and can't be pickled: "
+            f"{error}; move it to a module that the receiver can import, so that its name is sent, "
+            "or let it create what it uses"
+        )
+    return (
+        f"one of type {type(obj).__name__} that can't be pickled: {error}; send what it is made "
+        "of, or create it on the worker that uses it"
+    )

@@ -20,7 +20,8 @@ DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_PREFETCH = 1024
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_SHUTDOWN_TIMEOUT: float = 0
-# Stands for the default timeout, in each function that takes a timeout.
+# Stands for the default timeout, in each function that takes the timeout of a call. Any other
+# negative number is a deadline that has passed.
 UNSET_RPC_TIMEOUT = -1.0
 # torch's limit for a process group that it keeps; zrpc keeps none.
 DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)

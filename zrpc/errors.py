@@ -162,7 +162,8 @@ class GroupError(RpcError, ExceptionGroup):
     `RpcError.executed` is False if no function has run, so that the whole call can be made again.
 
     Attributes:
-        results: what the others returned, by their place.
+        results: what the others returned, by their place. If a handler raises the error, its caller
+            gets a text in the place of each RRef.
 
     Example:
         >>> import zrpc
@@ -306,6 +307,17 @@ def not_initialized() -> NotInitializedError:
     """Returns the error of a call in a process, or a context, without an agent."""
     advice = next(iter(list(_advice.values())), _START_MESH)
     return NotInitializedError(f"RPC has not been initialized. Call zrpc.init_rpc first, {advice}")
+
+
+def deadline_passed(what: str, seconds: float) -> RpcTimeoutError:
+    """Returns the error of a call that is not sent, since its timeout is below 0."""
+    error = RpcTimeoutError(
+        f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with "
+        f"an error: {what} was not sent, since its deadline had passed before. Only -1 stands for "
+        "the default timeout, and 0 for no limit"
+    )
+    error.executed = False
+    return error
 
 
 def has_shut_down() -> NotInitializedError:

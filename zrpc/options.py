@@ -329,12 +329,19 @@ def _to_device(device: _Device) -> torch.device:
     return found if found.index is not None else torch.device(found.type, 0)
 
 
-def is_unset(seconds: Any) -> bool:
-    """Returns whether a timeout is a negative number, which stands for the default timeout."""
+def call_timeout(seconds: Any) -> float:
+    """Returns the timeout of a call as `checked_timeout` does; below 0 if its deadline has passed.
+
+    That is what ``deadline - time.monotonic()`` gives then.
+    """
+    if isinstance(seconds, timedelta):
+        seconds = seconds.total_seconds()
     try:
-        return seconds < 0  # type: ignore[no-any-return]
-    except TypeError:  # a timedelta, or no timeout at all
-        return False
+        if seconds < 0:
+            return float(seconds)
+    except TypeError:  # `checked_timeout` says what it must be
+        pass
+    return checked_timeout("timeout", seconds)
 
 
 def checked_timeout(name: str, seconds: Any) -> float:

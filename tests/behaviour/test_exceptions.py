@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
+import re
 import socket
 import sys
 import threading
@@ -186,6 +188,23 @@ def test_the_error_names_the_innermost_type_that_can_not_be_pickled(shared: Mesh
         rpc.rpc_sync("worker1", echo, args=("a", batch))
     with pytest.raises(rpc.SerializationError, match=r"found one of type generator that can't be"):
         rpc.rpc_sync("worker1", iter_of, args=(3,))
+
+
+def test_the_error_names_the_function_or_class_that_can_not_go_by_value(shared: Mesh) -> None:
+    @functools.singledispatch
+    def by_type(value: Any) -> Any: ...
+
+    class HasMethod:
+        @functools.singledispatchmethod
+        def by_type(self, value: Any) -> Any: ...
+
+    for found in (by_type, HasMethod):
+        name = re.escape(f"{__name__}.{found.__qualname__}")
+        advice = rf"found {name}, which goes by value .*; move it to a module"
+        with pytest.raises(rpc.SerializationError, match=advice):
+            rpc.rpc_sync("worker1", found)
+        with pytest.raises(rpc.SerializationError, match=advice):
+            rpc.rpc_sync("worker1", echo, args=([1, {"what": found}],))
 
 
 def test_arguments_nested_too_deep_for_pickle(shared: Mesh) -> None:

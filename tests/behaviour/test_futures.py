@@ -413,6 +413,16 @@ WAYS: list[Callable[[rpc.Future[Any]], Any]] = [
 ]
 
 
+def test_a_pending_future_has_neither_result_nor_exception(shared: Mesh, gate: Gate) -> None:
+    for future in (rpc.Future[int](), rpc.rpc_async(1, gate.wait_inside)):
+        for ask in (future.result, future.exception):
+            with pytest.raises(asyncio.InvalidStateError, match=r"pending one: await it, or call"):
+                ask()
+    gate.open()
+    future.wait()
+    assert (future.result(), future.exception()) == (None, None)
+
+
 def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(shared: Mesh) -> None:
     async def main(ask: Callable[[rpc.Future[Any]], Any]) -> list[Any]:
         with pytest.raises(KeyError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import re
 import signal
 import socket
@@ -17,6 +18,7 @@ import pytest
 import zmq
 
 import zrpc as rpc
+from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.programs import Programs
 from tests.support.settled import caught
@@ -84,6 +86,24 @@ def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     assert kind == "WorkerDied"
     assert "worker0 (rank 0) is gone: it has declared this worker dead" in text
     assert mesh.run(1, rpc.rpc_sync, 2, max, (1, 2)) == 2  # which had nothing to do with it
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3)
+def test_a_worker_that_leaves_was_heard_from(caller: Mesh, gate: Gate) -> None:
+    """Its last message may have come a moment ago; that it leaves may be its only one."""
+    future = rpc.rpc_async(2, gate.wait_inside)
+    gate.await_entry()
+    assert rpc.rpc_sync(1, max, (1, 2)) == 2
+    lost: queue.SimpleQueue[rpc.WorkerInfo] = queue.SimpleQueue()
+    rpc.on_worker_lost(lost.put)
+    for left in (1, 2):
+        caller.run(left, rpc.shutdown, graceful=False)
+        assert lost.get(timeout=SOON).rank == left
+        with pytest.raises(rpc.WorkerDied, match="it left the mesh; it was last heard from at"):
+            rpc.rpc_sync(left, max, (1, 2))
+    with pytest.raises(rpc.WorkerDied, match="it left the mesh; it was last heard from at"):
+        future.wait()
 
 
 @pytest.mark.zrpc(processes=True, timeout=40, options={**SHORT, "shared_memory": 0})

@@ -90,11 +90,7 @@ def test_what_is_no_timeout(shared: Mesh) -> None:
         rpc.set_rpc_timeout(-1)
     rref = rpc.remote(0, max, (1, 2))
     text = "timeout must be a number of seconds, 0 for no limit, but got "
-    wrong: list[tuple[Any, type[Exception], str]] = [
-        *((value, TypeError, f"{text}{value!r}") for value in (None, "3", [1])),
-        (timedelta(seconds=-1), ValueError, "timeout"),
-    ]
-    for timeout, kind, text in wrong:
+    for timeout in (None, "3", [1]):
         for call in (
             lambda timeout: rpc.rpc_sync(1, echo, (1,), timeout=timeout),
             lambda timeout: rpc.rpc_async(1, echo, (1,), timeout=timeout),
@@ -103,9 +99,83 @@ def test_what_is_no_timeout(shared: Mesh) -> None:
             rpc.set_rpc_timeout,
             lambda timeout: rpc.shutdown(timeout=timeout),
         ):
-            with pytest.raises(kind, match=f"(?i){re.escape(text)}"):
+            with pytest.raises(TypeError, match=f"(?i){re.escape(f'{text}{timeout!r}')}"):
                 call(timeout)
+    for function in (rpc.set_rpc_timeout, lambda timeout: rpc.shutdown(timeout=timeout)):
+        for negative in (-0.5, timedelta(seconds=-1)):
+            with pytest.raises(ValueError, match="timeout"):
+                function(negative)
     assert rpc.rpc_sync(1, echo, (1,)) == 1
+
+
+class Noting:
+    """Notes that it is called."""
+
+    def __init__(self) -> None:
+        self.called = False
+
+    def note(self) -> None:
+        self.called = True
+
+    def items(self) -> Iterator[None]:
+        self.called = True
+        yield
+
+    def was_called(self) -> bool:
+        return self.called
+
+
+def later_error(call: Callable[[], Any]) -> rpc.RpcError:
+    """Returns the error of a call of workers or objects; of a group's, that of each member."""
+    with pytest.raises((rpc.RpcTimeoutError, rpc.GroupError)) as info:
+        call()
+    if not isinstance(info.value, rpc.GroupError):
+        return info.value
+    errors: list[Any] = [*info.value.errors.values()]
+    assert len(errors) == 2
+    assert all(isinstance(error, rpc.RpcTimeoutError) for error in errors)
+    return errors[0]
+
+
+@pytest.mark.parametrize("timeout", [-0.5, -7, float("-inf"), timedelta(seconds=-1)])
+def test_a_negative_timeout_is_a_deadline_that_has_passed(shared: Mesh, timeout: Any) -> None:
+    noting = Noting()  # in a mesh of threads, a function by value would be the same object
+    made = [rpc.remote(to, Noting) for to in (0, 1)]
+    objects, workers = rpc.group(made), rpc.group(["worker0", "worker1"])
+    asked = rpc.remote(1, noting.note, timeout=timeout)
+    future = rpc.rpc_async(1, noting.note, timeout=timeout)
+    calls: list[Callable[[], Any]] = [
+        future.wait,
+        asked.to_here,
+        asked.rpc_sync().anything,
+        lambda: rpc.rpc_sync(1, noting.note, timeout=timeout),
+        lambda: list(rpc.rpc_stream(1, noting.items, timeout=timeout)),
+        lambda: rpc.rpc_sync(workers, noting.note, timeout=timeout),
+        lambda: rpc.rpc_sync(workers, echo, (rpc.share(range(2)),), timeout=timeout),
+        lambda: list(rpc.rpc_stream(workers, noting.items, timeout=timeout)),
+        lambda: rpc.get_actor("nobody", timeout=timeout),
+        lambda: rpc.remote(1, Noting, timeout=timeout, name="late"),
+        lambda: objects.rpc_sync(timeout=timeout).note(),
+        lambda: objects.ready(timeout=timeout),
+        lambda: objects.stop(timeout=timeout),
+    ]
+    for rref in made:
+        calls += [
+            lambda rref=rref: rref.to_here(timeout=timeout),
+            lambda rref=rref: rref.rpc_sync(timeout=timeout).note(),
+            lambda rref=rref: rref.rpc_async(timeout=timeout).note().wait(),
+            lambda rref=rref: rref.rpc_stream(timeout=timeout).items(),
+            lambda rref=rref: rref.remote(timeout=timeout).note(),
+            lambda rref=rref: rref.ready(timeout=timeout),
+            lambda rref=rref: rref.stop(timeout=timeout),
+        ]
+    for call in calls:
+        error = later_error(call)
+        assert error.executed is False, call
+        assert "only -1 stands for the default" in str(error).lower(), call
+    assert rpc.rpc_sync(1, echo, (1,), timeout=rpc.UNSET_RPC_TIMEOUT) == 1
+    assert objects.rpc_sync(timeout=-1).was_called() == [False, False]
+    assert not noting.called
 
 
 @pytest.mark.system

@@ -261,6 +261,7 @@ class Peers:
         reason = Reason.DECLARED_DEAD if said.declared_dead else Reason.LEFT
         if said.tried:
             reason = Reason.NO_WAY_BACK
+        self._liveness.heard_that_it_leaves(message.sender)
         loss = self._liveness.leave(message.sender, reason, said.sent, said.tried)
         if loss is not None:
             self._drop(loss)

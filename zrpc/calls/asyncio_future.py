@@ -34,7 +34,7 @@ class Taking:
     _tell: list[Callable[[bool], None]] = field(default_factory=list)
 
     def ask(self, tell: Callable[[bool], None]) -> None:
-        """Has ``tell`` called with the answer; the value has come. In the I/O thread."""
+        """Calls ``tell`` with the answer, now or later; the value has come. In the I/O thread."""
         self._tell.append(tell)
         self._answer()
 
@@ -61,6 +61,10 @@ class AsyncioFuture(Generic[T]):
     @abstractmethod
     def value(self) -> T:
         """Returns the value, or raises the error."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Returns whether there is a value or an error."""
 
     @abstractmethod
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -127,22 +131,32 @@ class AsyncioFuture(Generic[T]):
         return asyncio.get_running_loop()
 
     def result(self) -> T:
-        """Returns the value, or raises the error.
+        """Returns the value, or raises the error; see `_check_done`.
 
         :meta private:
         """
+        self._check_done()
         return self.value()
 
     def exception(self) -> BaseException | None:
-        """Returns the error, or None.
+        """Returns the error, or None; see `_check_done`.
 
         :meta private:
         """
+        self._check_done()
         try:
             self.value()
         except BaseException as error:
             return error
         return None
+
+    def _check_done(self) -> None:
+        """Raises asyncio's InvalidStateError if the future is pending, as asyncio's futures do."""
+        if not self.done():
+            raise asyncio.InvalidStateError(
+                "expected a future that is done, found a pending one: await it, or call its "
+                "method wait()"
+            )
 
     def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
         """Returns that no callback was removed: all that asyncio adds are about to run.

@@ -39,10 +39,17 @@ from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
 from zrpc.calls.unmapped import name_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
-from zrpc.errors import ProtocolError, RpcError, WorkerDied, has_shut_down, raised_again
+from zrpc.errors import (
+    ProtocolError,
+    RpcError,
+    WorkerDied,
+    deadline_passed,
+    has_shut_down,
+    raised_again,
+)
 from zrpc.membership.view import Membership
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.options import ZmqRpcBackendOptions, checked_timeout, is_unset
+from zrpc.options import ZmqRpcBackendOptions, call_timeout
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
@@ -109,8 +116,22 @@ class Caller:
         self.last_calls: LastCalls | None = None
 
     def timeout(self, seconds: float | timedelta) -> float:
-        """How long a call may take, in seconds: 0 for no limit, the default if it is below 0."""
-        return self.rpc_timeout if is_unset(seconds) else checked_timeout("timeout", seconds)
+        """How long a wait of a call may take, in seconds: 0 for no limit; see `time_limit`.
+
+        Raises:
+            RpcTimeoutError: its deadline has passed.
+        """
+        limit = self.time_limit(seconds)
+        if limit < 0:
+            raise deadline_passed("the request", limit)
+        return limit
+
+    def time_limit(self, seconds: float | timedelta) -> float:
+        """Returns how long a call may take, in seconds: the default for -1, 0 for no limit.
+
+        It is below 0 if the deadline has passed.
+        """
+        return self.rpc_timeout if seconds == UNSET_RPC_TIMEOUT else call_timeout(seconds)
 
     # -- a call, from top to bottom --------------------------------------------------------
 
@@ -153,7 +174,8 @@ class Caller:
             to: a member.
             kind: what kind of request.
             obj: the body, to be pickled.
-            timeout: seconds; 0 for no limit, negative for the default.
+            timeout: seconds; 0 for no limit, -1 for the default. Any other negative number is a
+                deadline that has passed: the call fails at once, and nothing is sent.
             **options: see `CallOptions`.
 
         Raises:
@@ -254,10 +276,10 @@ class Caller:
         if self._outbox.closed:
             raise has_shut_down()
         limit: Limit = OWN_LIMIT
-        if timeout is UNSET_RPC_TIMEOUT or is_unset(timeout):
+        if timeout is UNSET_RPC_TIMEOUT or timeout == UNSET_RPC_TIMEOUT:
             limit, timeout = DEFAULT_LIMIT, self.rpc_timeout
         else:
-            timeout = checked_timeout("timeout", timeout)
+            timeout = call_timeout(timeout)
         message = Message(kind)
         hops = () if self.last_calls is None else self.last_calls.admit(message)
         observation = None

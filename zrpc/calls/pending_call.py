@@ -135,7 +135,7 @@ class PendingCall:
     Args:
         calls: its table.
         peer: the member that must answer.
-        timeout: seconds; 0 means none.
+        timeout: seconds; 0 means none. Below 0, its deadline has passed.
 
     Attributes:
         call_id: its number, unique among this worker's calls.

@@ -28,7 +28,13 @@ from typing import Any, NamedTuple
 from zrpc.calls.call_counters import CallCount, Table
 from zrpc.calls.callees import Callees
 from zrpc.calls.pending_call import NEVER, PendingCall, Room, State, Window
-from zrpc.errors import RpcCancelledError, RpcError, RpcTimeoutError, has_shut_down
+from zrpc.errors import (
+    RpcCancelledError,
+    RpcError,
+    RpcTimeoutError,
+    deadline_passed,
+    has_shut_down,
+)
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.kind import Kind
@@ -115,8 +121,8 @@ class PendingCalls:
 
         Returns:
             SENDING if it may be sent, QUEUED if it must wait for room (see `await_room` and
-            `when_room`), or UNSENT if it is settled already: its peer is lost, or its handler was
-            cancelled.
+            `when_room`), or UNSENT if it is settled already: its peer is lost, its deadline has
+            passed, or its handler was cancelled.
 
         Raises:
             NotInitializedError: the table is closed.
@@ -127,8 +133,8 @@ class PendingCalls:
             self.by_id[call.call_id] = call
             if call.deadline < self.earliest:
                 self.earliest = call.deadline
-            lost = call.peer in self._lost
-            if not lost and (call.parent is None or call.parent.adopt(call)):
+            lost, late = call.peer in self._lost, call.deadline < call.begun
+            if not lost and not late and (call.parent is None or call.parent.adopt(call)):
                 if size < 0 or not self.limit:
                     call.state = _SENDING
                     return _SENDING
@@ -148,6 +154,8 @@ class PendingCalls:
                 return call.state
         if lost:
             self.settle(call.call_id, self._callees.died(call))
+        elif late:
+            self.expire_call(call)
         else:
             self.cancel(call)
         return call.state
@@ -399,8 +407,10 @@ class PendingCalls:
         """Returns the error of a call whose deadline has passed."""
         if call.state is _QUEUED:
             return self._no_room(call)
-        explanation = self._callees.explain(call.peer, call.call_id)
         what = call.title if call.what or call.kind else "a request"
+        if call.deadline < call.begun:
+            return deadline_passed(f"{what} on {self._callees.describe(call.peer)}", call.timeout)
+        explanation = self._callees.explain(call.peer, call.call_id)
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be "
             f"marked with an error: {what} on {self._callees.describe(call.peer)}{explanation}. "

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,7 +118,7 @@ class LivenessMonitor:
         if now < self._next_tick:
             return []
         self._next_tick = now + _TICK_SECONDS
-        self._note_messages(now)
+        self._note_messages(self._received, now)
         for peer, answers in self._network.heartbeats.events():
             member = MemberId(peer)
             if answers:
@@ -137,6 +137,11 @@ class LivenessMonitor:
     def greeted(self, member: MemberId) -> None:
         """Notes that a peer has connected to this worker to see whether it lives."""
         self._greeted.add(member)
+
+    def heard_that_it_leaves(self, member: MemberId) -> None:
+        """Notes a peer's own message that it leaves, which is not counted among the others."""
+        if member not in self._membership.lost:
+            self._detector.heard(member, time.monotonic())
 
     def tried_in_vain(self, member: MemberId) -> str:
         """Returns the address of a lost worker if no connection to it was ever made, or ""."""
@@ -178,6 +183,7 @@ class LivenessMonitor:
             why: more about the reason.
         """
         now = time.monotonic()
+        self._note_messages((member,), now)  # those since the last tick
         if self._received.get(member, sent) < sent:
             _, known, until = self._deferred_leaves.get(member, (reason, sent, math.inf))
             self._deferred_leaves[member] = reason, min(sent, known), min(now + within, until)
@@ -230,9 +236,10 @@ class LivenessMonitor:
     def _is_neighbour(self, member: MemberId) -> bool:
         return member != self._membership.own_id and self._membership.shares_host(member)
 
-    def _note_messages(self, now: float) -> None:
-        for member, count in self._received.items():
-            if count != self._counted[member]:
+    def _note_messages(self, members: Iterable[MemberId], now: float) -> None:
+        for member in members:
+            count = self._received.get(member, 0)
+            if count != self._counted.get(member, count):  # it has none if it is lost
                 self._counted[member] = count
                 self._detector.heard(member, now)
 

@@ -312,7 +312,10 @@ def _groups(params_rref: Params | Sequence[Options]) -> list[Options]:
             if not isinstance(rref, RRef):
                 raise TypeError(f"expected RRefs of parameters, found {type(rref).__name__}")
             if rref in seen:
-                raise ValueError(f"the parameter of {rref} appears more than once")
+                raise ValueError(
+                    f"the parameter of {rref} appears more than once. List it once: tied weights "
+                    "are one parameter"
+                )
             seen.add(rref)
     if not seen:
         raise ValueError("optimizer got an empty parameter list")

@@ -155,5 +155,6 @@ def _check_distinct(rrefs: Params) -> None:
         first = seen.setdefault(id(value), rref)
         if first is not rref and isinstance(value, torch.Tensor):
             raise ValueError(
-                f"the parameter of {rref} appears more than once: it is that of {first} as well"
+                f"the parameter of {rref} appears more than once: it is that of {first} as "
+                "well. List it once: tied weights are one parameter"
             )

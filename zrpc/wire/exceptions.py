@@ -2,7 +2,8 @@
 
 They are no part of an autograd graph. A tensor of the graph in an exception's args arrives as one
 whose use in a backward pass raises. One on a device arrives as a text that names it: device maps
-don't hold for exceptions, which must arrive in any case.
+don't hold for exceptions, which must arrive in any case. So does an RRef: an exception is packed by
+itself, outside of the message that would keep the value alive on the way.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from zrpc.wire.pickling import dumps
 
 # Of tests, by the names of their classes in pytest.
 _OUTCOMES = ("Skipped", "XFailed", "Failed")
+# See `leave_out`.
+_left_out: tuple[type, ...] = ()
 # For classes that refuse to have attributes set, as frozen dataclasses do.
 _set_cause = BaseException.__dict__["__cause__"].__set__
 _set_context = BaseException.__dict__["__context__"].__set__
@@ -137,7 +140,7 @@ def _pickled(error: BaseException, same_main: bool, in_graph: bool) -> bytes | N
     copies = stand_in.is_active()  # for a caller whose script lacks a name
     pickled = _checked(error, partial(_dump, in_graph=in_graph))
     if pickled is None or (b"__main__" in pickled and (copies or not same_main)):
-        first = partial(_reduce_tensor, in_graph=in_graph)
+        first = partial(_reduce_part, in_graph=in_graph)
         return _checked(error, partial(dumps, same_main=same_main, copies=copies, first=first))
     return pickled
 
@@ -174,7 +177,15 @@ def _outcome(name: str, args: tuple[Any, ...], attributes: dict[str, Any]) -> Ba
     return outcome
 
 
-def _reduce_tensor(value: Any, in_graph: bool) -> Any:
+def leave_out(cls: type) -> None:
+    """Sends a text in the place of any instance of ``cls`` that is part of an exception."""
+    global _left_out
+    _left_out = *_left_out, cls
+
+
+def _reduce_part(value: Any, in_graph: bool) -> Any:
+    if isinstance(value, _left_out):
+        return str, (f"<left out: {value!r}; return it, or pass it as an argument, to send it>",)
     if not isinstance(value, torch.Tensor):
         return NotImplemented
     if not (value.is_cpu or value.is_meta):
@@ -196,7 +207,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if _is_outcome(obj):  # pytest's classes claim to be in a module in which they are not
             return _outcome, (type(obj).__name__, obj.args, vars(obj))
-        return _reduce_tensor(obj, self.in_graph)
+        return _reduce_part(obj, self.in_graph)
 
 
 def _cut_from_graph(tensor: torch.Tensor) -> torch.Tensor:

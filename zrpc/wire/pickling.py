@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zrpc.by_value import ByValuePickler
+from zrpc.by_value import ByValuePickler, why_unpicklable
 from zrpc.error_parts import ErrorReducers
 from zrpc.errors import RpcError, SerializationError
 from zrpc.runtime.compiler import when_compiler_is_loaded
@@ -333,10 +333,8 @@ class Encoder:
             raise
         except Exception as error:
             raise_if_of_handler(error)
-            found = type(self._unpicklable(obj)).__name__
             raise SerializationError(
-                f"expected picklable values, found one of type {found} that can't be pickled: "
-                f"{error}; send what it is made of, or create it on the worker that uses it"
+                f"expected picklable values, found {why_unpicklable(self._unpicklable(obj), error)}"
             ) from error
 
     def _unpicklable(self, obj: Any, levels: int = _SEARCHED_LEVELS) -> Any:

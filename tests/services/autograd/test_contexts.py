@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import struct
 import threading
 import weakref
@@ -29,6 +30,7 @@ from tests.services.autograd.split_models import (
 )
 from tests.support.identity import Same, here
 from tests.support.waiting import SOON, until
+from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind, Tag
@@ -110,6 +112,24 @@ def test_contexts_that_are_unknown_or_have_ended(caller: Mesh) -> None:
     assert_freed(caller)
     with pytest.raises(RuntimeError, match=UNKNOWN):
         caller.run(1, dist_autograd.get_gradients, ended)
+
+
+def test_what_is_no_id_of_a_context(caller: Mesh) -> None:
+    rrefs = [zrpc.remote(rank, torch.ones, ((),), {"requires_grad": True}) for rank in (0, 1)]
+    optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
+    wrong: list[Any] = ["a", 1.5, dist_autograd.context(), [X.sum()]]
+    with dist_autograd.context():
+        uses: list[Callable[[Any], object]] = [
+            lambda value: dist_autograd.backward(value, [X.sum()]),
+            dist_autograd.get_gradients,
+            optimizer.step,
+            lambda value: clip_grad_norm_(value, rrefs, 1.0),
+            *(rref.backward for rref in rrefs),
+        ]
+        for use, value in itertools.product(uses, wrong):
+            found = f"expected context_id: int, found {type(value).__name__}: use the value of"
+            with pytest.raises(TypeError, match=found):
+                use(value)
 
 
 def test_torchs_own_backward_on_what_was_received(caller: Mesh) -> None:

@@ -49,6 +49,11 @@ def test_each_tensor_and_each_list_of_a_structure_is_divided() -> None:
     assert first["name"] == "n"
 
 
+def test_each_member_gets_a_structure_that_is_empty() -> None:
+    for value in ({}, {"a": {}}):
+        assert parts(value, 2) == [value, value]
+
+
 def test_named_tuples_are_structures_and_other_sequences_are_divided() -> None:
     first, second = parts(Batch(torch.arange(3), 0.1), 2)
     assert isinstance(first, Batch)

@@ -58,6 +58,10 @@ def test_a_group_is_a_sequence(caller: Mesh) -> None:
     assert zrpc.get_worker_info("worker2") in group
     assert [*reversed(group)] == ["worker1", "worker0", "worker2"]
     assert group.count("worker1") == 1
+    info = zrpc.get_worker_info("worker0")
+    assert (group.index(info), group.count(info)) == (1, 1)
+    with pytest.raises(ValueError, match="not in"):
+        group.index(info, 2)
     assert zrpc.rpc_sync(group[1:], name) == ["worker0", "worker1"]
     assert "worker2, worker0, worker1" in repr(group)
     assert zrpc.rpc_sync(zrpc.group(["worker1"] * 3), name) == ["worker1"] * 3
@@ -273,6 +277,34 @@ def test_the_error_of_a_group_can_be_sent_and_pickled(caller: Mesh) -> None:
         assert [*error.errors] == [2]
         assert error.errors[2] is error.exceptions[0]
         assert error.results == {0: "worker0", 1: "worker1", 3: "worker3"}
+
+
+class Explains(Exception):
+    def __init__(self, rref: Any) -> None:
+        super().__init__("it has an RRef", rref)
+        self.rref = rref
+
+
+def make_or_fail(place: int) -> Any:
+    rref = zrpc.RRef(place)
+    if place == 1:
+        raise Explains(rref)
+    return rref
+
+
+def call_two() -> None:
+    zrpc.rpc_sync(zrpc.group(["worker1", "worker2"]), make_or_fail, args=(zrpc.each([0, 1]),))
+
+
+def test_an_error_with_references_that_a_handler_raises_keeps_its_type(caller: Mesh) -> None:
+    with pytest.raises(zrpc.GroupError) as caught:
+        zrpc.rpc_sync("worker3", call_two)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, Explains)
+    assert "left out: RRef(int on worker2)" in str(error)
+    assert "left out: RRef(int on worker2)" in error.rref
+    assert [*caught.value.results] == [0]
+    assert "left out: RRef(value on worker1)" in caught.value.results[0]
 
 
 def test_what_can_not_be_pickled_for_one_fails_for_it(caller: Mesh) -> None:

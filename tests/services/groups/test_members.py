@@ -57,12 +57,14 @@ def test_a_live_group_calls_who_is_there(elastic: Elastic) -> None:  # noqa: F81
         fixed, live = zrpc.group("w*"), zrpc.group("w*", live=True)
         late = elastic.join("w5")
         assert [*live] == ["w0", "w1", "w5"]
+        assert repr(live) == "<group of workers: 'w*', live: w0, w1, w5>"
         assert zrpc.rpc_sync(live, name) == ["w0", "w1", "w5"]
         assert zrpc.rpc_sync(fixed, name) == ["w0", "w1"]
         assert [value.owner_name() for value in zrpc.remote(live, list)] == ["w0", "w1", "w5"]
         only = zrpc.group("w5", live=True)
         elastic.crash(late)
         until(lambda: len(live) == 2, "the loss is known")
+        assert repr(live) == "<group of workers: 'w*', live: w0, w1>"
         assert zrpc.rpc_sync(live, name) == ["w0", "w1"]
         with pytest.raises(zrpc.RpcError, match="match 'w5', found none in the mesh now"):
             zrpc.rpc_sync(only, name)

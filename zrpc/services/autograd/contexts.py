@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import itertools
+import operator
 import struct
 from collections import deque
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -128,7 +130,9 @@ class Contexts:
 
         Raises:
             RpcError: it does not exist on this worker.
+            TypeError: the id is not an int.
         """
+        context_id = checked_id(context_id)
         state = self.state_of(context_id)
         if state is None:
             raise self.unknown(context_id)
@@ -267,6 +271,21 @@ class Contexts:
     def _post(self, peer: MemberId, kind: Kind, context_id: int) -> None:
         data = PASS_LAYOUT.pack(context_id, 0, 0)
         self._agent.outbox.post(peer, Message(kind, extensions=[(Tag.PASS, data)]))
+
+
+def checked_id(context_id: Any) -> int:
+    """Returns the id of a context, as a program gives it.
+
+    Raises:
+        TypeError: it is not an int.
+    """
+    try:
+        return operator.index(context_id)
+    except TypeError:
+        raise TypeError(
+            f"expected context_id: int, found {type(context_id).__name__}: use the value of "
+            "`with zrpc.autograd.context() as context_id`"
+        ) from None
 
 
 def creator_of(drawn_id: int) -> MemberId:

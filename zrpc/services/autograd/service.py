@@ -32,7 +32,7 @@ from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.autograd import engine
-from zrpc.services.autograd.contexts import Contexts, pass_fields
+from zrpc.services.autograd.contexts import Contexts, checked_id, pass_fields
 from zrpc.services.autograd.message_hooks import Crossing
 from zrpc.services.autograd.nodes import running
 from zrpc.services.autograd.part import (
@@ -183,6 +183,7 @@ class AutogradService(Service, BackwardOfValue):
     def backward_of_value(
         self, owner: WorkerInfo, rref: Any, context_id: int, retain_graph: bool
     ) -> None:
+        context_id = checked_id(context_id)
         if owner.member_id == self.agent.worker_info.member_id:
             _backward_at_owner(rref, context_id, retain_graph)
             return

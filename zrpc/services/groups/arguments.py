@@ -54,7 +54,9 @@ class Split(PerMember):
             self._parts(leaf, count) if whole or _has_parts(leaf) else [leaf] * count
             for leaf in leaves
         ]
-        return [tree_unflatten(list(each), structure) for each in zip(*parts, strict=True)]
+        # A structure without leaves, such as an empty dict, is the same for all.
+        columns = zip(*parts, strict=True) if parts else [()] * count
+        return [tree_unflatten(list(each), structure) for each in columns]
 
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
         if isinstance(value, torch.Tensor):

@@ -132,7 +132,8 @@ class GroupCall:
         agent: makes it.
         targets: the members.
         body: a function or the name of a method, args and kwargs.
-        timeout: of the whole, in seconds; 0 for no limit, negative for the default.
+        timeout: of the whole, in seconds; 0 for no limit, -1 for the default. If its deadline has
+            passed, the members' calls fail.
         joining: which workers that join meanwhile are called for items of `zrpc.share`.
 
     Attributes:
@@ -184,7 +185,7 @@ class GroupCall:
         self._lay_in_memory()
         self.targets = {place: targets[place] for place in self._in_order_of_room()}
         self._timeout = timeout
-        self._seconds = agent.caller.timeout(timeout)
+        self._seconds = max(0.0, agent.caller.time_limit(timeout))
         self._begun = monotonic()
 
     def _form_of(self, member: MemberId) -> _Form:

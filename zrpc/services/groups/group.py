@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, overload
+
+from typing_extensions import override
 
 from zrpc.actors import as_actor_class
 from zrpc.agent.agent import Agent
@@ -14,7 +17,7 @@ from zrpc.agent.current import current_agent
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.future import Future
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
-from zrpc.errors import RpcError, RpcTimeoutError, has_shut_down
+from zrpc.errors import NotInitializedError, RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.groups.call import GroupCall, Target
@@ -75,16 +78,20 @@ class Group(_Sequence[M]):
         return reversed(self.members)
 
     def __contains__(self, member: object) -> bool:
-        return member in self.members
+        return self._as_member(member) in self.members
 
     def index(self, value: Any, start: int = 0, stop: int | None = None) -> int:
         """Returns the place of a member; raises ValueError if it is none."""
         members = self.members
-        return members.index(value, start, len(members) if stop is None else stop)
+        return members.index(self._as_member(value), start, len(members) if stop is None else stop)
 
     def count(self, value: Any) -> int:
         """Returns how often a member is in the group."""
-        return self.members.count(value)
+        return self.members.count(self._as_member(value))
+
+    def _as_member(self, value: Any) -> Any:
+        """Returns what stands for a value among the members."""
+        return value
 
 
 Sequence.register(Group)
@@ -111,12 +118,16 @@ class WorkerGroup(Group[str]):
             return self._members
         return tuple(_names_that_match(current_agent(), self._pattern))
 
-    def __contains__(self, member: object) -> bool:
-        return super().__contains__(member.name if isinstance(member, WorkerInfo) else member)
+    @override
+    def _as_member(self, value: Any) -> Any:
+        return value.name if isinstance(value, WorkerInfo) else value
 
     def __repr__(self) -> str:
         live = "" if self._pattern is None else f"{self._pattern!r}, live: "
-        return f"<group of workers: {live}{', '.join(self._members)}>"
+        names = self._members
+        with contextlib.suppress(NotInitializedError):  # a repr must not fail after the shutdown
+            names = self.members
+        return f"<group of workers: {live}{', '.join(names)}>"
 
     def call(self, body: Any, timeout: float) -> list[Any]:
         """Does what `zrpc.rpc_sync` does for a group."""
@@ -262,11 +273,11 @@ class RRefGroup(Group[RRef[T]]):
         It returns None if nothing will come.
 
         Raises:
-            OptionError: the timeout is negative, infinite or not a number.
+            OptionError: the timeout is infinite or not a number.
             TypeError: it has another type.
         """
         caller = self._agent().caller
-        caller.timeout(timeout)  # else each member would refuse it
+        caller.time_limit(timeout)  # else each member would refuse it
 
         def asked() -> Iterator[tuple[int, Future[Any] | None, Exception | None]]:
             for place, rref in enumerate(self._members):

@@ -21,8 +21,8 @@ class Deadline:
 
     Args:
         agent: has the default timeout.
-        timeout: seconds; 0 for no limit, negative for the default. In a handler it is never longer
-            than the handler's caller waits.
+        timeout: seconds; 0 for no limit, -1 for the default. In a handler it is never longer than
+            the handler's caller waits.
 
     Attributes:
         timeout: seconds; 0 means no limit.

@@ -27,6 +27,7 @@ from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY, OwnedValue
+from zrpc.wire.exceptions import leave_out
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
@@ -444,3 +445,4 @@ def plug_in(agent: Agent) -> RRefService:
 
 
 register_reducer(RRef, reduce_rref)
+leave_out(RRef)
