@@ -180,6 +180,27 @@ def tensors_of(model: Model, in_context: bool = False) -> dict[str, torch.Tensor
     return tensors
 
 
+def check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that a version can be copied into tensors.
+
+    Raises:
+        ValueError: it can't be copied into one of them.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() and tensor.numel():
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in pairs):
+                raise ValueError(
+                    f"expected {name} with memory for each element, found an expanded tensor: load "
+                    "into its clone()"
+                )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"expected {name} as a tensor that can be written to, found one that was made in "
+                "inference mode: load within torch.inference_mode(), or into its clone()"
+            )
+
+
 def _tensors_of_module(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for path, module in model.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
