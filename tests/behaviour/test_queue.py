@@ -200,6 +200,9 @@ def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) ->
     for timeout in (-1, "1"):
         with pytest.raises(rpc.OptionError, match="expected a timeout"):
             items.rpc_sync().get(timeout=timeout)
+    for call in (lambda: items.rpc_sync().get(True), lambda: items.rpc_sync().put(1, False)):
+        with pytest.raises(rpc.OptionError, match="there is no argument `block`"):
+            call()
     with pytest.raises(TypeError):
         items.rpc_sync().get(1, 2, 3)
     with pytest.raises(rpc.RpcError, match=r"can't be taken by remote\(\)"):
