@@ -33,7 +33,7 @@ class Taking:
     _tell: list[Callable[[bool], None]] = field(default_factory=list)
 
     def ask(self, tell: Callable[[bool], None]) -> None:
-        """Has ``tell`` called with the answer; the value has come. In the I/O thread."""
+        """Passes the answer to ``tell`` once it is known; the value has come. In the I/O thread."""
         self._tell.append(tell)
         self._answer()
 
