@@ -75,13 +75,16 @@ class Batching(Deferral):
 
     Attributes:
         fn: the function, which takes and returns lists.
+        name: what errors call it.
         token: the same for all copies of the function, if it is sent by value.
     """
 
-    __slots__ = ("fn", "max_size", "max_wait", "stack", "token")
+    __slots__ = ("fn", "max_size", "max_wait", "name", "stack", "token")
 
     def __init__(self, fn: Callable[..., Any], max_size: int, max_wait: float, stack: bool) -> None:
         self.fn = fn
+        # An object that can be called has none, nor has a partial function.
+        self.name: str = getattr(fn, "__qualname__", type(fn).__qualname__)
         self.max_size = max_size
         self.max_wait = max_wait
         self.stack = stack
@@ -108,7 +111,7 @@ class Batching(Deferral):
 
     def only(self, result: Any) -> Any:
         """Returns the result of the only call of a batch, or raises it if it is an exception."""
-        (row,) = rows(result, 1, self.stack, self.fn.__qualname__)
+        (row,) = rows(result, 1, self.stack, self.name)
         if isinstance(row, BaseException):
             raise row
         return row

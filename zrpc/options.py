@@ -329,7 +329,7 @@ def _to_device(device: _Device) -> torch.device:
     return found if found.index is not None else torch.device(found.type, 0)
 
 
-def call_timeout(seconds: Any) -> float:
+def call_timeout(seconds: Any, name: str = "timeout") -> float:
     """Returns the timeout of a call as `checked_timeout` does; below 0 if its deadline has passed.
 
     That is what ``deadline - time.monotonic()`` gives then.
@@ -341,7 +341,7 @@ def call_timeout(seconds: Any) -> float:
             return float(seconds)
     except TypeError:  # `checked_timeout` says what it must be
         pass
-    return checked_timeout("timeout", seconds)
+    return checked_timeout(name, seconds)
 
 
 def checked_timeout(name: str, seconds: Any) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -168,6 +169,27 @@ def test_a_function_that_is_sent_by_value_is_batched_too(shared: Mesh) -> None:
 
 
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
+class Adder:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __call__(self, values: list[int]) -> list[int]:
+        return add_to_all(self.number, values)
+
+
+def add_to_all(number: int, values: list[int]) -> list[int]:
+    return [number + value for value in values if value >= 0]
+
+
+@pytest.mark.parametrize("adds", [partial(add_to_all, 10), Adder(10)])
+def test_whatever_can_be_called_can_be_batched(shared: Mesh, adds: Any) -> None:
+    function = rpc.batched(adds, max_wait=0)
+    assert rpc.rpc_sync(1, function, (3,)) == function(3) == 13
+    for call in (lambda: rpc.rpc_sync(1, function, (-1,)), lambda: function(-1)):
+        with pytest.raises(rpc.RpcError, match=rf"batched function {type(adds).__name__}, one for"):
+            call()
+
+
 def test_waiting_calls_take_no_thread_and_join_the_batch_that_waits_for_one(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, echo, (1,)) == 1
     waiting = call_all(three, 1, 2)

@@ -11,10 +11,15 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,6 +126,69 @@ class Box:
         self.content = content
 
 
+@dataclass(slots=True)
+class Sample:
+    x: Any
+
+
+class Failed(Exception):
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Failed, self.args
+
+
+def in_objects(values: torch.Tensor) -> np.ndarray[Any, Any]:
+    found = np.empty(2, dtype=object)
+    found[0] = values
+    return found
+
+
+HOLDERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "slots": Sample,
+    "deque": lambda values: deque([values]),
+    "partial": lambda values: partial(echo, values),
+    "exception": ValueError,
+    "exception that reduces itself": Failed,
+    "objects in an array": in_objects,
+    "attribute of a tensor": lambda values: with_attribute(torch.zeros(1), values),
+}
+
+
+def with_attribute(holder: Any, values: Any) -> Any:
+    holder.values = values
+    return holder
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_bytes_and_gradients_count_in_whatever_holds_a_tensor(shared: Mesh, holder: str) -> None:
+    hold = HOLDERS[holder]
+    rref = rpc.remote(1, rpc.Queue, kwargs={"maxbytes": 10_000})
+    rref.rpc_sync().put_nowait(hold(torch.ones(2000)))
+    with pytest.raises(queue.Full):
+        rref.rpc_sync().put_nowait(hold(torch.ones(1000)))
+    rref.rpc_sync().get()
+    if "array" in holder:
+        return  # which carries no gradients
+    with rpc.autograd.context(), pytest.raises(rpc.RpcError, match="a queue carries no gradients"):
+        rref.rpc_sync().put(hold(torch.ones(2, requires_grad=True) * 2))
+
+
+def test_buffers_count_and_a_tensor_counts_once() -> None:
+    own = rpc.Queue[Any](maxbytes=10_000)
+    for item in (array("d", [0.0]) * 1000, bytearray(8000), memoryview(bytes(8000)), 1 << 64_000):
+        own.put_nowait(item)
+        with pytest.raises(queue.Full):
+            own.put_nowait(b"x" * 3000)
+        own.get()
+    whole = torch.ones(1000)
+    own.put_nowait([whole, whole, whole.view(10, 100), *whole.split(500)])
+    own.put_nowait(b"x" * 4000)
+    own.get_batch(2)
+    rows = torch.ones(1000, 2000)
+    for row in rows[:2]:  # of each item as much as it has of the storage
+        own.put_nowait(row[:1000])
+    assert own.qsize() == 2
+
+
 def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(queue.Empty):
         items.rpc_sync().get_nowait()
@@ -135,6 +203,9 @@ def test_errors_of_single_calls(items: Any, caplog: pytest.LogCaptureFixture) ->
     for timeout in (-1, "1"):
         with pytest.raises(rpc.OptionError, match="expected a timeout"):
             items.rpc_sync().get(timeout=timeout)
+    for call in (lambda: items.rpc_sync().get(True), lambda: items.rpc_sync().put(1, False)):
+        with pytest.raises(rpc.OptionError, match="there is no argument `block`"):
+            call()
     with pytest.raises(TypeError):
         items.rpc_sync().get(1, 2, 3)
     with pytest.raises(rpc.RpcError, match=r"can't be taken by remote\(\)"):

@@ -319,6 +319,41 @@ def test_a_call_by_a_task_that_reads_a_stream_fails(caller: Mesh) -> None:
     assert a.rpc_sync(SOON).touch() == 1
 
 
+async def in_a_task_group(awaitable: Any) -> Any:
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(awaited(awaitable))
+    return task.result()
+
+
+async def awaited(awaitable: Any) -> Any:
+    return await awaitable
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda call: asyncio.wait_for(call, SOON),
+        asyncio.gather,
+        in_a_task_group,
+        lambda call: asyncio.create_task(awaited(call)),
+    ],
+    ids=["wait_for", "gather", "TaskGroup", "create_task"],
+)
+def test_a_call_that_a_reading_task_awaits_through_another_task_fails(
+    caller: Mesh, wait: Any
+) -> None:
+    a, _ = two(caller)
+
+    async def main() -> None:
+        async for _ in a.rpc_stream(prefetch=2).count_up():
+            await wait(a.rpc_async(SOON).touch())
+
+    with pytest.raises((zrpc.RpcError, ExceptionGroup)) as caught:
+        asyncio.run(main())
+    assert CIRCLE in repr(caught.value)
+    assert a.rpc_sync(SOON).touch() == 1
+
+
 def test_a_circle_through_a_stream_of_a_stream_is_found(caller: Mesh) -> None:
     a, _ = two(caller)
     with zrpc.rpc_stream(2, relay, args=(a,), prefetch=2) as stream:

@@ -120,6 +120,21 @@ def test_a_segment_is_mapped_once(loans: Any, pool: Any) -> None:
     assert segments_mapped() == segments_open() == []
 
 
+@pytest.mark.parametrize("private", [False, True])
+def test_a_segment_that_is_kept_takes_one_descriptor_and_a_private_mapping_none(
+    loans: Any, pool: Any, private: bool
+) -> None:
+    segment, places = lent(pool, b"a" * MIB)
+    before = len(descriptors())
+    loans.add(OWNER, segment.number, os.dup(segment.fd))
+    views = loans.borrow(OWNER, segment.number, places, private)
+    loans.forget(OWNER)
+    assert len(descriptors()) == before + (not private)
+    assert bytes(views[0]) == b"a" * MIB
+    views.clear()
+    assert len(descriptors()) == before
+
+
 def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
     pools = [SegmentPool(MIB), SegmentPool(MIB)]
     views = []

@@ -129,7 +129,6 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
     os.ftruncate(fd, 4096)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     place = hostile.network.endpoint(0)
-    most = 2 * MAX_KNOWN  # a mapping has one descriptor, and Python's object for it another
 
     def kept_open() -> int:
         return sum("memfd:hostile" in link for link in descriptors().values()) - 1
@@ -142,13 +141,13 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
                 hostile.network.descriptors.send(2, place, next(numbers), fd)
         return kept_open()
 
-    until(lambda: flood() == most)
+    until(lambda: flood() == MAX_KNOWN)
     other = service_of(joined, 1)
     for i in range(3):  # while there is no room for descriptors
         flood()
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
     until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and other.sent_bytes)
-    until(lambda: kept_open() == most)  # one more while another one comes in its place
+    until(lambda: kept_open() == MAX_KNOWN)  # one more while another one comes in its place
     hostile.shutdown(graceful=False)
     until(lambda: kept_open() == 0)
     os.close(fd)

@@ -10,8 +10,9 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.support.identity import here
 from tests.support.observed import ask_often, calls_to
 from tests.support.waiting import SOON, until
 from zrpc.agent.shutdown import ShutdownTiming
+from zrpc.services.streams.batches import dump_batch
 from zrpc.testing import Mesh, faults, local_mesh
 
 
@@ -194,6 +196,32 @@ def test_an_item_that_can_not_be_sent_or_read_ends_the_stream(caller: Mesh) -> N
         with pytest.raises(zrpc.SerializationError, match=text):
             next(stream)
         tap.await_close()
+    assert mesh_is_empty(caller)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_whatever_fails_as_a_batch_is_sent_ends_the_stream_with_that_error(
+    caller: Mesh, asynchronous: bool
+) -> None:
+    def fail(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is dump_batch.__code__:
+            raise OverflowError("no room in the batch")  # which ends the profile of the thread
+
+    def plain() -> Iterator[int]:
+        yield 1
+        sys.setprofile(fail)
+        yield 2
+        yield 3
+
+    async def of_coroutine() -> AsyncIterator[int]:
+        for item in plain():
+            yield item
+
+    generator = of_coroutine if asynchronous else plain
+    stream = zrpc.rpc_stream("worker1", generator, timeout=SOON, prefetch=1)
+    assert next(stream) == 1
+    with pytest.raises(OverflowError, match="no room in the batch"):
+        next(stream)
     assert mesh_is_empty(caller)
 
 

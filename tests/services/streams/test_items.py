@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -227,6 +227,26 @@ def test_a_wrong_prefetch_is_refused(caller: Mesh) -> None:
     for prefetch in wrong:
         with pytest.raises(zrpc.OptionError, match="prefetch"):
             zrpc.rpc_stream("worker1", count, args=(1,), prefetch=prefetch)
+
+
+def test_a_prefetch_may_be_larger_than_any_stream(caller: Mesh) -> None:
+    assert list(zrpc.rpc_stream("worker1", count, args=(3,), prefetch=2**70)) == [0, 1, 2]
+
+
+def test_a_wrong_deadline_is_called_by_its_name(caller: Mesh) -> None:
+    model = zrpc.remote(1, Model)
+    group = zrpc.group([model])
+    opens: list[Callable[[Any], Any]] = [
+        lambda deadline: zrpc.rpc_stream(1, count, args=(1,), deadline=deadline),
+        lambda deadline: zrpc.rpc_stream(zrpc.group("*"), count, args=(1,), deadline=deadline),
+        lambda deadline: model.rpc_stream(deadline=deadline).generate(1),
+        lambda deadline: group.rpc_stream(deadline=deadline).generate(1),
+    ]
+    for open_stream in opens:
+        with pytest.raises(TypeError, match=r"deadline must be a number of seconds, .* '5'"):
+            open_stream("5")
+        with pytest.raises(zrpc.OptionError, match="deadline must be a finite number"):
+            open_stream(float("nan"))
 
 
 def test_arguments_that_can_not_be_pickled_are_refused_at_once(caller: Mesh) -> None:

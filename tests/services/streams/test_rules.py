@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import pickle
 from dataclasses import dataclass, field
+from mmap import mmap
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zrpc.errors import ProtocolError
-from zrpc.services.streams.batches import Credit, dump_batch, parse_head, parts_of
+from zrpc.errors import ProtocolError, SerializationError
+from zrpc.services.streams.batches import Credit, check_size, dump_batch, parse_head, parts_of
 from zrpc.services.streams.inflow import Inflow
 from zrpc.services.streams.outflow import Outflow, Step
 from zrpc.wire.kind import Kind
@@ -268,3 +269,11 @@ def test_a_stream_ends_before_a_batch_that_could_not_be_sent() -> None:
     out.cut(1)
     assert out.next_step() is Step.CLOSE
     assert out.total == 1
+
+
+def test_an_item_that_is_too_large_is_refused() -> None:
+    with mmap(-1, 2**32) as memory, memoryview(memory) as body:  # whose pages are never used
+        with pytest.raises(SerializationError, match="less than 4 GiB, found one of 4294967296"):
+            check_size(Message(Kind.ITEMS, body=body))
+        with body[1:] as largest:
+            check_size(Message(Kind.ITEMS, body=largest))

@@ -173,6 +173,57 @@ def test_a_model_that_differs_is_refused_with_a_list(mesh: Mesh) -> None:
         mesh.run(1, rollout.subscriber.load_into, 5)
 
 
+def inference_tensor() -> torch.Tensor:
+    with torch.inference_mode():
+        return torch.zeros(3, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (torch.zeros(1, dtype=torch.int64).expand(3), "b with memory for each element"),
+        (inference_tensor(), r"b as a tensor that can be written to, .* its clone\(\)"),
+    ],
+    ids=["expanded", "inference"],
+)
+def test_tensors_that_can_not_be_written_to_are_refused_before_any_is(
+    mesh: Mesh, wrong: torch.Tensor, words: str
+) -> None:
+    learner, rollout = Learner(mesh), Rollout(mesh, 1)
+    learner.push()
+    model = {**weights(-1), "b": wrong}
+    with pytest.raises(ValueError, match=words):
+        mesh.run(1, rollout.subscriber.load_into, model)
+    assert bool((model["a"] == -1).all())
+    assert rollout.subscriber.version == 0
+
+
+class Stubborn(torch.Tensor):
+    """A tensor into which nothing can be copied the first time."""
+
+    refuses = True
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.copy_ and args[0].refuses:
+            args[0].refuses = False
+            raise ZeroDivisionError
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_version_whose_copy_has_failed_is_not_loaded(mesh: Mesh) -> None:
+    learner, rollout = Learner(mesh), Rollout(mesh, 1)
+    learner.push()
+    assert rollout.read() == (1, 1)
+    learner.push()
+    rollout.model["b"] = rollout.model["b"].as_subclass(Stubborn)
+    with pytest.raises(ZeroDivisionError):
+        rollout.load()
+    assert rollout.subscriber.version == 1
+    assert rollout.read() == (2, 2)
+    assert rollout.subscriber.version == 2
+
+
 def test_after_the_publisher_is_closed_a_subscriber_is_told_once(mesh: Mesh) -> None:
     learner, rollout = Learner(mesh), Rollout(mesh, 1)
     learner.push()

@@ -107,7 +107,7 @@ class Batch:
         """Takes what the function has returned: a result for each call."""
         batching = self._calls[0].batching
         try:
-            found = rows(value, len(self._calls), batching.stack, batching.fn.__qualname__)
+            found = rows(value, len(self._calls), batching.stack, batching.name)
         except BaseException as error:
             self.fail(request, error)
             return

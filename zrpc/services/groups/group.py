@@ -27,7 +27,7 @@ from zrpc.services.groups.service import GroupService
 from zrpc.services.rref.proxy import Proxy
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.value import READY
-from zrpc.services.streams.service import StreamService, checked_prefetch
+from zrpc.services.streams.service import StreamService, checked_deadline, checked_prefetch
 from zrpc.services.streams.stream import Stream
 from zrpc.wire.kind import Kind
 
@@ -141,6 +141,7 @@ class WorkerGroup(Group[str]):
     def stream(self, body: Any, timeout: float, prefetch: int, deadline: float) -> Stream[Any]:
         """Does what `zrpc.rpc_stream` does for a group."""
         options: Any = {"timeout": timeout, "prefetch": checked_prefetch(prefetch)}
+        deadline = checked_deadline(deadline)
         opens = current_agent().service(StreamService).open
         call = self._call(lambda to: _asking(partial(opens, to, **options)), body, deadline)
         return stream_each(call, timeout)
@@ -231,7 +232,8 @@ class RRefGroup(Group[RRef[T]]):
             >>> sorted(models.rpc_stream().generate(zrpc.each(["a b", "c", ""])))
             [(0, 'a'), (0, 'b'), (1, 'c')]
         """
-        return Proxy(partial(self._ask_for_items, checked_prefetch(prefetch), deadline), timeout)
+        limits = checked_prefetch(prefetch), checked_deadline(deadline)
+        return Proxy(partial(self._ask_for_items, *limits), timeout)
 
     def ready(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         """Waits until all values are made; see `zrpc.RRef.ready`.

@@ -111,7 +111,8 @@ def activities(agent: Agent) -> list[Activity]:
         running.add(activity.request)
     found += [each for each in _coroutines(agent) if each.request not in running]
     found += _futures_returned(agent)
-    return found + [_reading(agent, each, streams) for each, streams in reads.items()]
+    wakers = _wakers({each.get_loop() for each in reads if isinstance(each, asyncio.Task)})
+    return found + [_reading(agent, each, streams, wakers) for each, streams in reads.items()]
 
 
 def requests_to_begin(agent: Agent) -> list[Message]:
@@ -166,11 +167,11 @@ def _reads(agent: Agent) -> dict[Any, list[int]]:
     return found
 
 
-def _reading(agent: Agent, task: Any, streams: list[int]) -> Activity:
+def _reading(agent: Agent, task: Any, streams: list[int], wakers: Wakers) -> Activity:
     """Describes a task of the program's own that reads streams; or a thread that has ended."""
     if not isinstance(task, asyncio.Task) or task.done():
         return Activity("what has ended", [])
-    activity = _of_coroutine(agent, task.get_coro(), task, None, {})
+    activity = _of_coroutine(agent, task.get_coro(), task, None, wakers)
     activity.reads = streams
     return activity
 

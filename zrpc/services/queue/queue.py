@@ -57,6 +57,11 @@ def _taker(most: int, timeout: float | None, batch: bool = False) -> Any:
 
 
 def _checked(timeout: float | None) -> float | None:
+    if isinstance(timeout, bool):  # 1 second, though the standard library's means no limit
+        raise OptionError(
+            f"expected a timeout in seconds, or None, got {timeout}: there is no argument `block`, "
+            "as in queue.Queue; use put_nowait or get_nowait, or leave it out to wait"
+        )
     if timeout is not None and not (isinstance(timeout, (int, float)) and timeout >= 0):
         raise OptionError(f"expected a timeout of 0 or more seconds, or None, got {timeout!r}")
     return timeout

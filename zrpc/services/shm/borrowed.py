@@ -24,9 +24,24 @@ MAX_KNOWN = 2 * MAX_SEGMENTS
 
 
 class SegmentMap(MappedMemory):
-    """A mapped segment, with the descriptor that it was mapped from; without one if private."""
+    """A mapped segment, with the descriptor that it was mapped from; without one if private.
+
+    Python maps a file only if it may keep a second descriptor of it, and a program may keep many
+    tensors. So this reserves addresses, which takes no memory, and maps the segment there.
+    """
 
     fd = -1
+
+    @classmethod
+    def of(cls, fd: int, size: int, flags: int) -> SegmentMap:
+        """Maps a segment.
+
+        Raises:
+            OSError: it can't be mapped.
+        """
+        memory = cls(-1, size, _RESERVED)
+        _map_over(memory, fd, flags)
+        return memory
 
     def private(self) -> SegmentMap:
         """Maps the segment again, for a message whose segment other workers read as well.
@@ -36,8 +51,7 @@ class SegmentMap(MappedMemory):
         Raises:
             OSError: it can't be mapped.
         """
-        protection = mmap.PROT_READ | mmap.PROT_WRITE
-        return SegmentMap(self.fd, len(self), mmap.MAP_PRIVATE, protection)
+        return SegmentMap.of(self.fd, len(self), mmap.MAP_PRIVATE)
 
     def __del__(self) -> None:
         if self.fd >= 0:
@@ -196,7 +210,7 @@ def _map(fd: int) -> SegmentMap:
     try:
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise ProtocolError("expected a segment that can't shrink")
-        memory = SegmentMap(fd, os.fstat(fd).st_size)
+        memory = SegmentMap.of(fd, os.fstat(fd).st_size, mmap.MAP_SHARED)
     except BaseException:
         os.close(fd)
         raise
@@ -210,14 +224,23 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
+_RESERVED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 
 def _make_private(memory: SegmentMap) -> None:
     """Maps the same file over a mapping, copy-on-write; the contents stay."""
     page_locks.unlock(memory)  # or a device would read the file's pages, whatever is written here
-    address = memory.address
-    flags = mmap.MAP_PRIVATE | _MAP_FIXED
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = _libc.mmap(address, len(memory), protection, flags, memory.fd, 0)
+    try:
+        _map_over(memory, memory.fd, mmap.MAP_PRIVATE)
+    except OSError as error:
+        what = "a received tensor can't be made private before a fork"
+        raise OSError(error.errno, what) from error
+
+
+def _map_over(memory: SegmentMap, fd: int, flags: int) -> None:
+    """Maps a file over a mapping."""
+    address, protection = memory.address, mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = _libc.mmap(address, len(memory), protection, flags | _MAP_FIXED, fd, 0)
     if mapped != address:
-        raise OSError(ctypes.get_errno(), "a received tensor can't be made private before a fork")
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from zrpc.errors import ProtocolError
+from zrpc.errors import ProtocolError, SerializationError
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
 
@@ -28,6 +28,7 @@ _NUMBER = struct.Struct("<Q")
 _HEAD = struct.Struct("<QQ")
 _PART = struct.Struct("<III")
 _CREDIT = struct.Struct("<QQQ")
+_MAX_PART_BYTES = 2**32 - 1
 # Whether an item is packed already: without a function of Python's for each of many.
 _is_packed = Message.__instancecheck__
 
@@ -60,6 +61,20 @@ class Credit(NamedTuple):
             found = len(message.body)
             raise ProtocolError(f"expected {_CREDIT.size} bytes of credit, found {found}")
         return cls(*_CREDIT.unpack(message.body))
+
+
+def check_size(item: Message) -> None:
+    """Checks that a batch has room for an item that is packed by itself.
+
+    Raises:
+        SerializationError: the item is too large.
+    """
+    size = max(len(item.body), len(item.table))
+    if size > _MAX_PART_BYTES:
+        raise SerializationError(
+            "expected an item of a stream whose pickle has less than 4 GiB, found one of "
+            f"{size} bytes: yield it in parts, or as a tensor or an array, which don't count"
+        )
 
 
 def dump_batch(call_id: int, number: int, weight: int, items: Sequence[Any]) -> Message:

@@ -30,9 +30,9 @@ from zrpc.calls.current_device import current_device, device_of, keep_device
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
-from zrpc.errors import RpcCancelledError
+from zrpc.errors import RpcCancelledError, SerializationError
 from zrpc.runtime.torch_modes import reset_modes
-from zrpc.services.streams.batches import Credit, dump_batch
+from zrpc.services.streams.batches import Credit, check_size, dump_batch
 from zrpc.services.streams.outflow import Outflow, Step
 from zrpc.services.streams.source import complete_in_loop
 from zrpc.wire.kind import Kind
@@ -46,8 +46,9 @@ _SLICE_SECONDS = 0.02
 # Without reducers and hooks, and the generator can't change them; nor tuples of them.
 _PLAIN_TYPES = frozenset((str, int, float, bool, bytes, type(None)))
 _are_plain = _PLAIN_TYPES.issuperset
-# Longer tuples are packed by themselves.
+# Longer tuples are packed by themselves, and larger values.
 _MAX_PLAIN_LENGTH = 16
+_MAX_PLAIN_BYTES = 1 << 16
 # Values up to this size are packed in the thread of the event loop.
 _SMALL_BYTES = 1 << 12
 
@@ -141,9 +142,15 @@ class Producer:
             size = sum(map(getsizeof, value))
         if in_loop and not 0 <= size <= _SMALL_BYTES:
             return None
-        if size < 0:
-            item = Message(Kind.ITEMS)
-            self._agent.codec.answer_encoder(self._request).pack(value, item)
+        # A large one by itself too: if that fails, those before it are sent.
+        if not 0 <= size <= _MAX_PLAIN_BYTES:
+            item, encoder = Message(Kind.ITEMS), self._agent.codec.answer_encoder(self._request)
+            encoder.pack(value, item)
+            try:
+                check_size(item)
+            except SerializationError:
+                encoder.abort()
+                raise
             value, size = item, item.nbytes
         with self._lock:
             due = self.outflow.add(value, size)
@@ -162,7 +169,7 @@ class Producer:
             try:
                 message = dump_batch(self._request.call_id, *batch)
                 self._agent.outbox.post(self._request.sender, message)
-            except MemoryError as error:
+            except Exception as error:  # the batch has its number: nothing can follow it
                 with self._lock:
                     self.outflow.cut(batch[0])
                     self.error = error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import (
@@ -37,6 +38,7 @@ from zrpc.errors import (
 )
 from zrpc.functions import ASYNC_MARK, DEFERRAL
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import call_timeout
 from zrpc.services.rref.extended import Call, MakesStreams, Resolve
 from zrpc.services.rref.service import RRefService
 from zrpc.services.streams.batches import Credit, dump_numbers, read_numbers
@@ -96,6 +98,7 @@ class StreamService(Service, MakesStreams):
         **options: Unpack[CallOptions],
     ) -> Stream[Any]:
         caller = self.agent.caller
+        deadline = checked_deadline(deadline)
         limits = checked_prefetch(prefetch), self.agent.options.max_bytes_in_flight
         seconds = caller.timeout(timeout)
         made: list[Consumer] = []
@@ -297,14 +300,24 @@ class _EndSink(SinkBefore[Callee]):
 
 
 def checked_prefetch(prefetch: Any) -> int:
-    """Returns a number of items.
+    """Returns a number of items, which a message has room for.
 
     Raises:
         OptionError: it is none.
     """
     if not isinstance(prefetch, int) or prefetch < 1:
         raise OptionError(f"prefetch must be a number of items, at least 1, but got {prefetch!r}")
-    return prefetch
+    return min(prefetch, sys.maxsize)
+
+
+def checked_deadline(seconds: float) -> float:
+    """Returns the seconds that a stream may take, as they are.
+
+    Raises:
+        OptionError, TypeError: see `call_timeout`.
+    """
+    call_timeout(seconds, "deadline")
+    return seconds
 
 
 def _of_shutdown() -> NotInitializedError:

@@ -151,7 +151,8 @@ def tensors_of(model: Model, in_context: bool = False) -> dict[str, torch.Tensor
         in_context: whether this thread is in an autograd context.
 
     Raises:
-        TypeError: it is no module or mapping, or has something that isn't a plain tensor.
+        TypeError: it is no module or mapping, or has something that isn't a plain tensor: one of a
+            class with a ``__torch_dispatch__`` of its own, for example, would lose what it holds.
         RpcError: gradients in the context would be lost, since a tensor was computed from others.
     """
     if isinstance(model, torch.nn.Module):
@@ -165,12 +166,14 @@ def tensors_of(model: Model, in_context: bool = False) -> dict[str, torch.Tensor
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"expected a tensor as {name}, found a {type(tensor)}")
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            raise TypeError(_no_elements_of_its_own(name, tensor))
         if torch.nn.parameter.is_lazy(tensor):
             raise TypeError(f"expected {name} to be initialized: call the module once before")
         if tensor.is_meta:
             raise TypeError(f"expected {name} to have memory, found it on the device 'meta'")
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-            raise TypeError(f"expected a dense tensor as {name}, found {tensor.layout}")
+            raise TypeError(f"expected a dense tensor as {name}, found {_described(tensor)}")
         if in_context and tensor.grad_fn is not None:
             raise RpcError(
                 f"expected {name} without a graph, found a tensor computed from others that need "
@@ -178,6 +181,46 @@ def tensors_of(model: Model, in_context: bool = False) -> dict[str, torch.Tensor
                 "tensor.detach()"
             )
     return tensors
+
+
+def _no_elements_of_its_own(name: str, tensor: torch.Tensor) -> str:
+    """Returns the error for a tensor of a class that computes by itself, mostly from others."""
+    why = "whose elements may be in other tensors: pass plain ones"
+    if hasattr(tensor, "full_tensor"):
+        why = (
+            "whose elements may be in several processes: publish a mapping of names to what its "
+            "full_tensor() returns, and load that into plain tensors"
+        )
+    return f"expected a plain tensor as {name}, found a {type(tensor).__name__}, {why}"
+
+
+def _described(tensor: torch.Tensor) -> str:
+    if tensor.is_quantized:
+        return "a quantized one: pass what dequantize() returns"
+    if tensor.is_nested:
+        return "a nested one: pass the tensors that it consists of"
+    return f"one with the layout {tensor.layout}: pass what to_dense() returns"
+
+
+def check_writable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Checks that a version can be copied into tensors.
+
+    Raises:
+        ValueError: it can't be copied into one of them.
+    """
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous() and tensor.numel():
+            pairs = zip(tensor.shape, tensor.stride(), strict=True)
+            if any(size > 1 and not stride for size, stride in pairs):
+                raise ValueError(
+                    f"expected {name} with memory for each element, found an expanded tensor: load "
+                    "into its clone()"
+                )
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"expected {name} as a tensor that can be written to, found one that was made in "
+                "inference mode: load within torch.inference_mode(), or into its clone()"
+            )
 
 
 def _tensors_of_module(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from zrpc.agent.current import current_agent
 from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied, has_shut_down
 from zrpc.options import LONGEST_TIMEOUT, checked_timeout
 from zrpc.runtime.interrupts import UninterruptedLock
-from zrpc.services.weights.layout import Layout, Model, tensors_of
+from zrpc.services.weights.layout import Layout, Model, check_writable, tensors_of
 from zrpc.services.weights.publications import Publication, PublicationId
 from zrpc.services.weights.service import WeightsService
 from zrpc.wire.page_locks import page_locks
@@ -47,6 +47,7 @@ class Subscriber:
         # the locks of shared memory and of the outbox.
         self._lock = UninterruptedLock()
         self._held: _Held | None = None
+        self._version = 0
         # The tensors that have the contents of the version.
         self._loaded: list[weakref.ref[torch.Tensor]] = []
         # The publication that was last asked, until its end was reported.
@@ -57,8 +58,7 @@ class Subscriber:
     @property
     def version(self) -> int:
         """The version that was loaded last; 0 before the first."""
-        held = self._held
-        return 0 if held is None else held.number
+        return self._version
 
     def load_into(
         self, model: Model, at_least: int | None = None, timeout: float | timedelta = 60
@@ -85,7 +85,8 @@ class Subscriber:
             RpcError: in the same case, the publisher was closed. Or this subscriber is. Or, within
                 an autograd context, a tensor of ``model`` was computed from others that need
                 gradients.
-            ValueError: names, shapes or dtypes of the model differ; the error lists them.
+            ValueError: names, shapes or dtypes of the model differ, and the error lists them; or a
+                tensor can't be written to. Nothing was copied.
             TypeError: ``model`` is something else.
 
         Example:
@@ -100,6 +101,7 @@ class Subscriber:
         """
         seconds = checked_timeout("timeout", timeout) or LONGEST_TIMEOUT
         tensors = tensors_of(model, self._service.agent.codec.has_context())
+        check_writable(tensors)
         self._check_open()
         try:
             found = self._find(max(at_least or 1, 1), monotonic() + seconds)
@@ -130,7 +132,9 @@ class Subscriber:
         with torch.no_grad():
             for name, view in held.layout.views(held.flat).items():
                 tensors[name].copy_(view)
+        # Not before: the copy may fail, and then the model has half of it.
         self._loaded = [weakref.ref(tensor) for tensor in tensors.values()]
+        self._version = held.number
 
     # -- which version -----------------------------------------------------------------------
 
@@ -218,7 +222,7 @@ class Subscriber:
         """
         with self._lock:
             self._held = None
-            self._loaded = []
+            self._version, self._loaded = 0, []
 
     def close(self) -> None:
         """Drops the version that it has, and loads no other. Idempotent.
