@@ -78,7 +78,8 @@ class Slow:
     async def generate_in_loop(self) -> AsyncIterator[int]:
         try:
             yield 0
-            await asyncio.to_thread(self.step.wait_inside)
+            self.step.entered.release()
+            await asyncio.Event().wait()  # until it is cancelled
         finally:
             await asyncio.shield(asyncio.to_thread(self.end.wait_inside))
             self.over = True
