@@ -277,6 +277,17 @@ class Mailbox:
             self._go_on(self._main, steps)
         return steps
 
+    def become(self, other: Mailbox) -> Sequence[Call]:
+        """Takes the title and the limit of another mailbox, which has no calls."""
+        steps: list[Call] = []
+        with self._lock:
+            self.title, self.concurrency, self._full = other.title, other.concurrency, other._full
+            self._main.ordered = other._main.ordered
+            if self.stopped is None:
+                self._main.limit = other.concurrency
+            self._go_on(self._main, steps)
+        return steps
+
     # -- what there is ---------------------------------------------------------------------
 
     def missing(self) -> Collection[int]:

@@ -43,6 +43,19 @@ READY = "ready()"
 _MANY = 64
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Actor:
+    """What the RRefs to one actor share. Only they keep it, so it ends with the last of them.
+
+    Attributes:
+        value: the object itself, so that no other has its id meanwhile.
+        mailbox: the actor's.
+    """
+
+    value: Any
+    mailbox: Mailbox
+
+
 @dataclass(slots=True, eq=False)
 class OwnedValue:
     """The value that an RRef refers to. All methods may be called from any thread.
@@ -62,6 +75,7 @@ class OwnedValue:
     ready: bool = False
     _value: Any = None
     _error: BaseException | None = None
+    _actor: Actor | None = None
     # Guards the followers; they are called without it.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _followers: list[_Follower] | None = None  # usually there are none
@@ -94,10 +108,15 @@ class OwnedValue:
         """Returns whether this is the value."""
         return self._value is value
 
+    def share(self, actor: Actor) -> None:
+        """Makes this one of the RRefs to an actor."""
+        self._actor, self.mailbox = actor, actor.mailbox
+
     def end(self, error: BaseException) -> None:
         """Replaces the value, which has been used up, by an error."""
         with uninterrupted, self._lock:
             self._error, self._value, self.ended = error, None, True
+            self._actor = None
 
     def when_ready(self, follower: Callable[[], None], scope: CancelScope | None = None) -> None:
         """Calls ``follower()`` when there is a value or an error: now, if there is one already.
@@ -195,7 +214,7 @@ class ValueSink(SinkBefore[Callee]):
     """
 
     _value: OwnedValue
-    _adopt: Callable[[OwnedValue, Any, Any], None]
+    _adopt: Callable[[OwnedValue, Any, CancelScope], None]
 
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
@@ -203,7 +222,7 @@ class ValueSink(SinkBefore[Callee]):
             self.fail(request, _no_value(value))
             return
         self._sink.count(request)  # before anyone has the value
-        self._adopt(self._value, value, request.scope.function)
+        self._adopt(self._value, value, request.scope)
         self._value.set(value)
         self._sink.answer(request, None)
 
