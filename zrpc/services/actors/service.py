@@ -84,7 +84,7 @@ class ActorService(Service):
 
     @override
     def tick(self) -> None:
-        for mailbox in self._rrefs.mailboxes():
+        for mailbox in list(self._rrefs.busy):
             mailbox.do(mailbox.sweep())
 
     @override
@@ -99,7 +99,8 @@ class ActorService(Service):
 
     @override
     def awaited_members(self) -> Collection[MemberId]:
-        return {MemberId(each) for mailbox in self._rrefs.mailboxes() for each in mailbox.missing()}
+        busy = list(self._rrefs.busy)
+        return {MemberId(each) for mailbox in busy for each in mailbox.missing()}
 
     # -- the end of an actor ---------------------------------------------------------------
 

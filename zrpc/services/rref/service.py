@@ -72,6 +72,7 @@ class RRefService(Service, MessageHooks):
         references: this worker's part in the reference count; see `settle_references`.
         values: those that this worker owns. A message about a value may precede the call that
             makes it.
+        busy: the mailboxes of actors that have calls, and perhaps some more; copied to be read.
         dropped: handles that have ended: the value's id, and the fork's id or None for one of
             the owner's; and forks whose message is not sent after all. Finalizers append to it, in
             any thread and at any moment, even inside of a locked section; so they do nothing else,
@@ -99,6 +100,7 @@ class RRefService(Service, MessageHooks):
         # Its actors, by the ids of the objects; guarded by the lock.
         self._actors: weakref.WeakValueDictionary[int, Actor] = weakref.WeakValueDictionary()
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        self.busy: set[Mailbox] = set()
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -159,7 +161,7 @@ class RRefService(Service, MessageHooks):
         with self.lock:
             actor = self._actors.get(id(value))
             if options is not None and (own or actor is None):
-                made = make_mailbox(self.agent, options, owned.name)
+                made = make_mailbox(self.agent, options, owned.name, self.busy)
             if actor is None and made is not None:
                 actor = self._actors[id(value)] = Actor(value, made)
                 self._mailboxes.add(made)
