@@ -98,6 +98,11 @@ class Log:
     def seen(self) -> tuple[list[Any], int]:
         return self.calls, self.most
 
+    @property
+    def noting(self) -> Any:
+        self.note("property")
+        return self.note
+
 
 class Parallel(Log):
     """Inherits the mark; in tests it is made with another one."""
@@ -334,6 +339,14 @@ def test_local_value_passes_the_others_by_and_to_here_waits(gate: Gate) -> None:
     assert log.to_here() is log.local_value()
     assert log.local_value().running == 0
     future.wait()
+
+
+def test_a_property_is_read_in_the_turn_of_the_call_that_needs_it(gate: Gate) -> None:
+    log, running = busy(gate)
+    made = log.remote().noting("made")  # asks first whether there is such a method
+    gate.open()
+    assert (running.wait(), made.to_here()) == ("wait", "made")
+    assert log.rpc_sync().seen() == (["wait", "property", "made"], 1)
 
 
 def test_a_copy_of_an_actor_is_taken_in_its_turn(gate: Gate) -> None:

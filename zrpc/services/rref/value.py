@@ -200,7 +200,9 @@ class MethodCheck:
         if self.__qualname__ == READY:
             return
         if self.__qualname__ != ITSELF:
-            getattr(value, self.__qualname__)
+            # What the class has is not asked of the value: a property runs in the call's turn.
+            if not any(self.__qualname__ in vars(each) for each in type(value).__mro__):
+                getattr(value, self.__qualname__)
         elif not callable(value):
             raise TypeError(f"{type(value).__name__!r} object is not callable")
 
