@@ -249,6 +249,28 @@ def test_if_the_constructor_fails_then_the_calls_raise_that(workers: Crew) -> No
         assert rpc.get_actor("steps", SOON).rpc_sync().add(1) == (1, 2)
 
 
+@rpc.actor(restart=True)
+class Needs(Counter):
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        if not rpc.get_worker_info().incarnation:
+            other.rpc_sync().add(1)
+
+
+def test_a_constructor_may_fail_since_another_worker_has_died(workers: Crew) -> None:
+    with workers[0].as_current():
+        other = rpc.remote("w2", Plain)
+        other.ready(SOON)
+    workers.die(2)
+    with workers[0].as_current():
+        needs = rpc.remote("w1", Needs, (other,), name="steps")
+    assert isinstance(error_of(needs.ready), rpc.OwnerDied)
+    workers.revive(2)
+    workers.revive(1)
+    refusal(needs)  # it is not made again, and does not take the name again
+    make(workers[0], name="steps")
+
+
 def test_the_new_one_is_freed_with_the_last_rref(workers: Crew) -> None:
     counter = make(workers[0])
     other = hand_on(counter, workers[0], workers[2])

@@ -101,15 +101,15 @@ class ActorOrders(Service):
             self._kept[rref._rref_id] = rref
         with contextlib.suppress(WorkerDied):
             made = rref._ask_beside(READY, 0, self.agent.caller.call_async)
-            made.add_done_callback(partial(self._on_made, rref._rref_id))
+            owner = rref._owner.member_id
+            made.add_done_callback(partial(self._on_made, rref._rref_id, owner))
 
-    def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
+    def _on_made(self, rref_id: RRefId, owner: MemberId, made: Future[None]) -> None:
         try:
             made.value()
-        except WorkerDied:
-            return
-        except Exception:
-            self.forget(rref_id)
+        except Exception:  # WorkerDied may be the constructor's own
+            if owner not in self.agent.membership.lost:
+                self.forget(rref_id)
 
     @override
     def close(self) -> None:
