@@ -161,12 +161,15 @@ def test_one_that_is_stopped_is_not_made_again(workers: Crew, stopper: int, betw
     to_stop = other if stopper == 2 else counter
     if between:
         workers.die()
-        assert isinstance(error_of(to_stop.stop), rpc.OwnerDied)
+        error = error_of(to_stop.stop)
+        assert isinstance(error, rpc.OwnerDied)
+        assert "makes it again when" not in str(error)
     else:
         to_stop.stop()
     workers.revive()
-    for rref in (counter, other):
-        assert "or it was stopped" in refusal(rref)
+    assert "the actor Counter 'steps' on w1 is lost" in refusal(counter, rpc.OwnerDied)
+    known = "the actor Counter 'steps' on w1 is lost" if stopper else "or it was stopped"
+    assert known in refusal(other)
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("steps", 0.1)
     make(workers[2], 5, name="steps")

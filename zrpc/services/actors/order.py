@@ -62,6 +62,10 @@ class CallOrder:
         self._series = owner.member_id, series, itertools.count()
         self.owner = owner
 
+    def end_restarts(self) -> None:
+        """Notes that nobody makes the actor again, since it is stopped."""
+        self.label = self.label._replace(restarts=False)
+
     def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
         """Puts a call into the table, and gives its message a number.
 
