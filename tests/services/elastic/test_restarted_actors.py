@@ -14,6 +14,7 @@ from tests.support.gates import Gate
 from tests.support.identity import Same
 from tests.support.waiting import SOON, until
 from zrpc.agent.agent import Agent
+from zrpc.agent.stats import take_stats
 from zrpc.services.rref.service import RRefService
 
 if TYPE_CHECKING:
@@ -173,6 +174,23 @@ def test_one_that_is_stopped_is_not_made_again(workers: Crew, stopper: int, betw
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("steps", 0.1)
     make(workers[2], 5, name="steps")
+
+
+@rpc.actor(restart=True)
+class Leaving(Counter):
+    def leave(self) -> None:
+        rpc.RRef(self).stop()
+
+
+def test_one_that_stops_itself_is_not_made_again(workers: Crew) -> None:
+    leaving = make(workers[0], cls=Leaving, name="steps")
+    leaving.rpc_sync().leave()
+    leaving.stop()  # waits for the end
+    with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
+        rpc.get_actor("steps", 0.1)
+    until(lambda: "forget" in take_stats(workers[0]).handlers, "the maker has been told")
+    workers.revive()
+    assert "the actor Leaving 'steps' on w1 is lost" in refusal(leaving, rpc.OwnerDied)
 
 
 def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(workers: Crew) -> None:

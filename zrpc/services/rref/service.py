@@ -167,6 +167,8 @@ class RRefService(Service, MessageHooks):
                 self._mailboxes.add(made)
         if actor is None:
             return
+        if made is not None:
+            actor.made_as = owned.rref_id
         for each in (owned, *own):
             each.share(actor)
         if made is not None and made is not actor.mailbox:
@@ -188,7 +190,7 @@ class RRefService(Service, MessageHooks):
             else:
                 value = self.values[rref_id]
                 self.references.add(rref_id, fork_id, request.sender)
-            value.begun = True
+            value.begun, value.rref_id = True, rref_id
         self.settle_references()
         sink = ValueSink(self.agent.callee, value, self.adopt)
         if subject:

@@ -30,6 +30,7 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.calls.cancel_scope import CancelScope
     from zrpc.services.actors.mailbox import Mailbox
+    from zrpc.services.rref.messages import RRefId
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
@@ -50,10 +51,12 @@ class Actor:
     Attributes:
         value: the object itself, so that no other has its id meanwhile.
         mailbox: the actor's.
+        made_as: the RRef that its maker got; None if the program has made it by itself.
     """
 
     value: Any
     mailbox: Mailbox
+    made_as: RRefId | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +66,8 @@ class OwnedValue:
     Attributes:
         begun: whether the call that makes the value has arrived; others may ask for it before.
         ended: whether there was a value, which was used up.
+        rref_id: of the call that makes the value; None if there is none.
+        actor: what the RRefs to an actor share; None for any other value, and after its end.
         mailbox: of an actor; None for any other value. Set before the value is.
         name: an actor's own; empty if it has none.
         ready: whether there is a value or an error; set last, and read without a lock.
@@ -70,12 +75,13 @@ class OwnedValue:
 
     begun: bool = False
     ended: bool = False
+    rref_id: RRefId | None = None
+    actor: Actor | None = None
     mailbox: Mailbox | None = None
     name: str = ""
     ready: bool = False
     _value: Any = None
     _error: BaseException | None = None
-    _actor: Actor | None = None
     # Guards the followers; they are called without it.
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _followers: list[_Follower] | None = None  # usually there are none
@@ -110,13 +116,13 @@ class OwnedValue:
 
     def share(self, actor: Actor) -> None:
         """Makes this one of the RRefs to an actor."""
-        self._actor, self.mailbox = actor, actor.mailbox
+        self.actor, self.mailbox = actor, actor.mailbox
 
     def end(self, error: BaseException) -> None:
         """Replaces the value, which has been used up, by an error."""
         with uninterrupted, self._lock:
             self._error, self._value, self.ended = error, None, True
-            self._actor = None
+            self.actor = None
 
     def when_ready(self, follower: Callable[[], None], scope: CancelScope | None = None) -> None:
         """Calls ``follower()`` when there is a value or an error: now, if there is one already.
