@@ -6,7 +6,11 @@ actor. All workers that have RRefs let them mean that worker from then on, and l
 there (`References.move`). A call that comes before what makes the actor waits for that, as for any
 new value. So that it does not wait in vain, each worker also tells the maker where its calls go. If
 the maker has nothing to make there, because the actor was stopped or the maker has dropped its last
-RRef, it tells the worker that there will be no value.
+RRef, it tells the new owner that there will be no value, and answers that nothing is made. From
+then on, a worker fails its own calls, since it knows which actor they are for.
+
+A worker that stops an actor tells its maker at the same time as its owner: neither may keep the
+other from hearing of it. If the maker knows of a later owner, it stops the actor there.
 
 What makes the actor belongs to the order of the maker's calls to it, which lives as long as the
 maker has an RRef. A name has a reference of its own, so the maker of an actor with a name keeps an
@@ -165,7 +169,7 @@ class ActorOrders(Service):
         """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
         service, membership = self._service, self.agent.membership
         owners: dict[RRefId, MemberId] = {}
-        moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
+        moved: list[tuple[RRefId, CallOrder, WorkerInfo, WorkerInfo]] = []
         with service.lock:
             for rref_id, order in list(self._orders.items()):
                 if not order.label.restarts:
@@ -174,8 +178,8 @@ class ActorOrders(Service):
                 if gone and not membership.is_gone(rref_id.created_on):
                     successor = membership.successor(order.owner)
                     if successor is not None:
+                        moved.append((rref_id, order, successor, order.owner))
                         order.move(successor, next(self._series))
-                        moved.append((rref_id, order, successor))
                 if not membership.is_gone(order.owner.member_id):
                     owners[rref_id] = order.owner.member_id
             # Also those forks that have come since an order was moved.
@@ -183,7 +187,7 @@ class ActorOrders(Service):
         service.settle_references()
         for each in moved:
             if each[0].created_on == service.member:
-                self.agent.receiver.run(partial(self._make, *each))  # it may wait for room
+                self.agent.receiver.run(partial(self._make, *each[:3]))  # it may wait for room
             else:
                 self.agent.completions.submit(partial(self._ask_maker, *each))
 
@@ -214,19 +218,34 @@ class ActorOrders(Service):
             service.references.drop(fork_id)
         service.settle_references()
 
-    def _ask_maker(self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo) -> None:
-        """Tells the maker of an actor where this worker's calls go."""
+    def _ask_maker(
+        self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo, lost: WorkerInfo
+    ) -> None:
+        """Tells the maker of an actor where this worker's calls go, instead of to a lost worker."""
         with contextlib.suppress(RpcError):  # it is lost, and the new owner knows of that; or this
             maker = self.agent.membership.infos[rref_id.created_on]
             body: Any = make_again, (rref_id, owner.member_id), {}
-            self.agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+            asked = self.agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+            asked.add_done_callback(partial(self._on_asked, order, lost))
 
-    def answer(self, rref_id: RRefId, owner: MemberId) -> None:
-        """Makes an actor again, as its maker, for a worker whose calls go to ``owner``."""
+    def _on_asked(self, order: CallOrder, lost: WorkerInfo, asked: Future[bool]) -> None:
+        with contextlib.suppress(RpcError):
+            if not asked.value():  # its calls fail here from now on, with errors that name it
+                order.end_restarts()
+                order.move(lost, next(self._series))
+
+    def answer(self, rref_id: RRefId, owner: MemberId) -> bool:
+        """Makes an actor again, as its maker, for a worker whose calls go to ``owner``.
+
+        Returns:
+            Whether it does.
+        """
         self.follow()
         order = self._orders.get(rref_id)
-        if order is None or order.again is None:
-            self._refuse(rref_id, owner)
+        if order is not None and order.again is not None:
+            return True
+        self._refuse(rref_id, owner)
+        return False
 
     def stop(self, rref: Any, timeout: float, call: Callable[..., Any] | None = None) -> Any:
         """Does what `RRef.stop` does; with ``caller.call_async`` it returns a future of that."""
@@ -307,9 +326,9 @@ class ActorOrders(Service):
         return stopped.then(lambda stopped: stopped.value() is None)
 
 
-def make_again(rref_id: RRefId, owner: MemberId) -> None:
+def make_again(rref_id: RRefId, owner: MemberId) -> bool:
     """Runs on the maker of an actor: another worker's calls go to ``owner``."""
-    _orders_here().answer(rref_id, owner)
+    return _orders_here().answer(rref_id, owner)
 
 
 @async_execution

@@ -47,9 +47,8 @@ from zrpc.wire.message import Message
 _LISTING_SECONDS = 5.0
 
 _NEVER_MADE = (
-    "the value of this RRef is never made: the call that was to make it was not sent, or its owner "
-    "could not read it; or its owner has died, and the worker that made it has no RRef to it any "
-    "more, or it was stopped"
+    "the value of this RRef is never made on {}: the call that was to make it was not sent, or not "
+    "read; or its owner has died, and its maker has no RRef to it any more, or it was stopped"
 )
 
 # A worker remembers this many of the values that it has freed: the caller of a method may give
@@ -415,7 +414,8 @@ class RRefService(Service, MessageHooks):
             except IndexError:  # another thread has taken it
                 break
             try:
-                value.set(error=of_lost_message(_NEVER_MADE, executed=False))
+                why = _NEVER_MADE.format(self.agent.worker_info.name)
+                value.set(error=of_lost_message(why, executed=False))
             except BaseException:
                 unmade.append(value)
                 raise
