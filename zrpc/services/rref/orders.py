@@ -284,7 +284,7 @@ class ActorOrders(Service):
         """Lets an actor not be made again, see `forget`; returns None if no other worker makes it.
 
         Args:
-            rref_id: by which it was made.
+            rref_id: of the actor, that its maker has.
             owner: the worker that has it, as far as this one knows.
             timeout: of the call of its maker.
             **about: see `CallOptions`.
