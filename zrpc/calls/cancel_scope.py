@@ -60,6 +60,7 @@ class CancelScope:
         mailbox: of the actor that it calls; None if it calls none.
         in_steps: whether the handler is a generator, which may run in one thread after another.
         rests: whether that generator holds no thread, until its items are read.
+        early: the values of RRefs that were made in a constructor of an actor, perhaps to itself.
         batch: the request of the batch that runs for this call and others; else None. It has the
             caller and the number of the first of them.
     """
@@ -82,6 +83,7 @@ class CancelScope:
     mailbox: Any = None
     in_steps = False
     rests = False
+    early: tuple[Any, ...] = ()
     batch: Any = None
     _children: set[PendingCall] | None = None
     _on_cancel: Callable[[], object] | None = None

@@ -98,6 +98,11 @@ class Log:
     def seen(self) -> tuple[list[Any], int]:
         return self.calls, self.most
 
+    @property
+    def noting(self) -> Any:
+        self.note("property")
+        return self.note
+
 
 class Parallel(Log):
     """Inherits the mark; in tests it is made with another one."""
@@ -179,6 +184,44 @@ def test_an_instance_is_an_actor_by_all_its_rrefs(gate: Gate) -> None:
     assert waits(futures[2])
     gate.open()
     assert zrpc.wait_all(futures) == ["wait", 1, 2]
+
+
+class Unmarked:
+    """Makes RRefs to itself, also before anybody knows that it is an actor."""
+
+    def __init__(self) -> None:
+        self.running = self.most = 0
+        self.own = zrpc.RRef(self), zrpc.RRef(self)
+
+    def me(self) -> Unmarked:
+        return self
+
+    def handles(self) -> Any:
+        return *self.own, zrpc.RRef(self)
+
+    async def work(self) -> int:
+        self.running += 1
+        self.most = max(self.most, self.running)
+        await asyncio.sleep(0.01)
+        self.running -= 1
+        return self.most
+
+
+@zrpc.actor
+class SelfMade(Unmarked):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Unmarked, SelfMade])
+@pytest.mark.parametrize("concurrency", [1, 3])
+def test_rrefs_that_an_actor_makes_to_itself_are_the_same_actor(cls: Any, concurrency: int) -> None:
+    actor = zrpc.remote(1, zrpc.actor(cls, concurrency=concurrency), name="self")
+    rrefs = [actor, actor.remote().me(), *actor.rpc_sync().handles()]
+    zrpc.wait_all([rref.rpc_async().work() for rref in rrefs * 3])
+    assert actor.rpc_sync().work() == concurrency
+    actor.stop()
+    for rref in rrefs:
+        refused(f"the actor {cls.__name__} 'self' on worker1 was stopped", rref.rpc_sync().work)
 
 
 def test_as_many_calls_run_at_once_as_the_actor_says(gate: Gate) -> None:
@@ -296,6 +339,14 @@ def test_local_value_passes_the_others_by_and_to_here_waits(gate: Gate) -> None:
     assert log.to_here() is log.local_value()
     assert log.local_value().running == 0
     future.wait()
+
+
+def test_a_property_is_read_in_the_turn_of_the_call_that_needs_it(gate: Gate) -> None:
+    log, running = busy(gate)
+    made = log.remote().noting("made")  # asks first whether there is such a method
+    gate.open()
+    assert (running.wait(), made.to_here()) == ("wait", "made")
+    assert log.rpc_sync().seen() == (["wait", "property", "made"], 1)
 
 
 def test_a_copy_of_an_actor_is_taken_in_its_turn(gate: Gate) -> None:

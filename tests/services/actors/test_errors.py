@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import zrpc
 from tests.support.gates import Gate
 from tests.support.waiting import until
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 
 pytestmark = pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20})
 
@@ -108,3 +109,31 @@ def test_the_death_of_the_worker(caller: Mesh, counter: Any) -> None:
         assert error.executed is False
         assert "make it again" in str(error)
         assert "the actor Counter 'late' on worker1 is lost" in str(error_of(late.ready))
+
+
+@zrpc.actor(restart=True)
+class Restarts(Counter):
+    pass
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(workers=3, faults=True)
+def test_a_stop_whose_maker_does_not_answer_stops_the_actors_and_fails_in_time(mesh: Mesh) -> None:
+    made = mesh.run(0, lambda: [zrpc.remote("worker1", Restarts, name=str(n)) for n in range(9)])
+
+    def found() -> Any:
+        return zrpc.group([zrpc.get_actor(str(n)) for n in range(9)])
+
+    actors = mesh.run(2, found)
+    with faults.cut(mesh, 0, 2):
+        begun = time.monotonic()
+        with pytest.raises(zrpc.GroupError) as caught:
+            mesh.run(2, actors.stop, 0.5)
+        assert time.monotonic() - begun < 9 * 0.5
+        for place, error in caught.value.errors.items():
+            assert f"Restarts.stop() of '{place}' on worker0 (rank 0)" in str(error)
+        assert len(caught.value.errors) == 9
+        for actor in actors:
+            with pytest.raises(zrpc.RpcError, match="was stopped by worker2"):
+                mesh.run(2, actor.rpc_sync().add, 1)
+    assert made

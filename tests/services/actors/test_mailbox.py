@@ -41,7 +41,8 @@ class Owner:
     """Does what a mailbox says, at once."""
 
     def __init__(self, concurrency: int = 1, max_bytes: int = 0, **beside: int) -> None:
-        self.mailbox = Mailbox("Thing", concurrency, beside, max_bytes, Full)
+        self.busy: set[Mailbox] = set()
+        self.mailbox = Mailbox("Thing", concurrency, beside, max_bytes, Full, self.busy)
         self.begun: list[Request] = []
         self.running: list[Request] = []
 
@@ -106,6 +107,9 @@ def test_each_caller_s_calls_begin_in_order_and_none_is_stuck(
             else:
                 owner.arrive(request, sender, (1, number), "beside" if what == "b" else "f")
         owner.mailbox.do(owner.mailbox.sweep())
+        look = owner.mailbox.look()
+        if any(running or waiting for running, waiting in look) or owner.mailbox.missing():
+            assert owner.busy == {owner.mailbox}
         in_turn = [each for each in owner.running if each.name[2] == "m"]  # type: ignore[index]
         assert len(in_turn) <= concurrency
     assert sorted(map(id, owner.begun)) == sorted(map(id, wanted))
@@ -114,6 +118,8 @@ def test_each_caller_s_calls_begin_in_order_and_none_is_stuck(
         assert order == sorted(order)
     assert not any(running or waiting for running, waiting in owner.mailbox.look())
     assert not owner.mailbox.missing()
+    owner.mailbox.do(owner.mailbox.sweep())
+    assert not owner.busy  # an idle actor costs nothing
 
 
 @given(seed=st.integers(0, 2**32), lost=st.sets(st.integers(0, 9)))

@@ -14,6 +14,7 @@ from tests.support.gates import Gate
 from tests.support.identity import Same
 from tests.support.waiting import SOON, until
 from zrpc.agent.agent import Agent
+from zrpc.agent.stats import take_stats
 from zrpc.services.rref.service import RRefService
 
 if TYPE_CHECKING:
@@ -161,15 +162,35 @@ def test_one_that_is_stopped_is_not_made_again(workers: Crew, stopper: int, betw
     to_stop = other if stopper == 2 else counter
     if between:
         workers.die()
-        assert isinstance(error_of(to_stop.stop), rpc.OwnerDied)
+        error = error_of(to_stop.stop)
+        assert isinstance(error, rpc.OwnerDied)
+        assert "makes it again when" not in str(error)
     else:
         to_stop.stop()
     workers.revive()
-    for rref in (counter, other):
-        assert "or it was stopped" in refusal(rref)
+    lost = "the actor Counter 'steps' on w1 is lost"
+    assert lost in refusal(counter, rpc.OwnerDied)
+    until(lambda: lost in refusal(other), "this worker has learned that from the maker")
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("steps", 0.1)
     make(workers[2], 5, name="steps")
+
+
+@rpc.actor(restart=True)
+class Leaving(Counter):
+    def leave(self) -> None:
+        rpc.RRef(self).stop()
+
+
+def test_one_that_stops_itself_is_not_made_again(workers: Crew) -> None:
+    leaving = make(workers[0], cls=Leaving, name="steps")
+    leaving.rpc_sync().leave()
+    leaving.stop()  # waits for the end
+    with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
+        rpc.get_actor("steps", 0.1)
+    until(lambda: "forget" in take_stats(workers[0]).handlers, "the maker has been told")
+    workers.revive()
+    assert "the actor Leaving 'steps' on w1 is lost" in refusal(leaving, rpc.OwnerDied)
 
 
 def test_the_name_means_the_new_one_although_the_maker_keeps_no_rref(workers: Crew) -> None:
@@ -220,7 +241,9 @@ def test_the_maker_s_rrefs_decide_and_nobody_waits_in_vain(workers: Crew) -> Non
     until(lambda: service.stats()["rrefs_held"] == 0, "the maker's is dropped", collect=True)
     assert other.rpc_sync().add(1) == (1, 0)
     workers.revive()
-    assert "the worker that made it has no RRef to it any more" in refusal(other)
+    # The new owner, which does not know what it was, may be the first to say so.
+    lost = "the actor Counter on w1 is lost"
+    until(lambda: lost in refusal(other), "this worker has learned that from the maker")
 
 
 class Broken(Exception):
@@ -247,6 +270,28 @@ def test_if_the_constructor_fails_then_the_calls_raise_that(workers: Crew) -> No
     assert fragile.rpc_sync().add(1) == other.rpc_sync().add(0) == (1, 2)
     with workers[0].as_current():
         assert rpc.get_actor("steps", SOON).rpc_sync().add(1) == (1, 2)
+
+
+@rpc.actor(restart=True)
+class Needs(Counter):
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        if not rpc.get_worker_info().incarnation:
+            other.rpc_sync().add(1)
+
+
+def test_a_constructor_may_fail_since_another_worker_has_died(workers: Crew) -> None:
+    with workers[0].as_current():
+        other = rpc.remote("w2", Plain)
+        other.ready(SOON)
+    workers.die(2)
+    with workers[0].as_current():
+        needs = rpc.remote("w1", Needs, (other,), name="steps")
+    assert isinstance(error_of(needs.ready), rpc.OwnerDied)
+    workers.revive(2)
+    workers.revive(1)
+    refusal(needs)  # it is not made again, and does not take the name again
+    make(workers[0], name="steps")
 
 
 def test_the_new_one_is_freed_with_the_last_rref(workers: Crew) -> None:

@@ -84,11 +84,11 @@ def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> C
     return coroutine if inspect.iscoroutinefunction(function) else plain
 
 
-def make_mailbox(agent: Agent, options: ActorOptions, name: str) -> Mailbox:
+def make_mailbox(agent: Agent, options: ActorOptions, name: str, busy: set[Mailbox]) -> Mailbox:
     """Returns the mailbox of an actor that this worker owns, which may have a name."""
     limit, title = agent.options.max_bytes_in_flight, str(ActorLabel(options.title, name))
     full = partial(mailbox_is_full, title, agent.worker_info.name, limit)
-    mailbox = Mailbox(title, options.concurrency, options.beside, limit, full)
+    mailbox = Mailbox(title, options.concurrency, options.beside, limit, full, busy)
     mailbox.sink = ActorSink(agent.callee, mailbox)
     return mailbox
 

@@ -98,6 +98,7 @@ class Mailbox:
         beside: how many calls of single methods run at once beside those; 0 means no limit.
         max_bytes: how many bytes may wait; 0 means no limit. A single call may be larger.
         full: returns the error of a call for which there is no room.
+        busy: gets this mailbox as calls come; `sweep` takes it out when none are left.
 
     Attributes:
         title, concurrency: the same.
@@ -113,6 +114,7 @@ class Mailbox:
         beside: Mapping[str, int],
         max_bytes: int,
         full: Callable[[], BaseException],
+        busy: set[Mailbox],
     ) -> None:
         self.title = title
         self.concurrency = concurrency
@@ -121,6 +123,7 @@ class Mailbox:
         self.stopped: BaseException | None = None
         self._max_bytes = max_bytes
         self._full = full
+        self._busy = busy  # of all actors: a set's methods are atomic
         # Guards what follows. No other lock is taken while it is held. The threads that take it
         # hold back signal handlers, or run none.
         self._lock = threading.Lock()
@@ -155,6 +158,7 @@ class Mailbox:
         """
         steps: list[Call] = []
         with self._lock:
+            self._busy.add(self)
             lane = self._main
             if self.beside:
                 lane = self.beside.get(method, lane)
@@ -207,6 +211,7 @@ class Mailbox:
         """Notes that the message of a number never comes."""
         steps: list[Call] = []
         with self._lock:
+            self._busy.add(self)
             self._pass(sender, turn, None, steps)
         return steps
 
@@ -253,6 +258,9 @@ class Mailbox:
                 # A generator reports its end once it is closed.
                 if scope.cancelled and not (scope.in_steps if scope.deferred else scope.begun)
             ]
+            waits = any(lane.waiting for lane in self._lanes())
+            if not (self._running or waits or any(each.held for each in self._orders.values())):
+                self._busy.discard(self)
         # One of them may be about to find out that it must not begin, and ends then once more.
         return [step for scope in useless for step in self.end(scope)]
 
@@ -273,7 +281,19 @@ class Mailbox:
                 self._bytes = 0
                 self._main.limit = 1
             if last is not None:
+                self._busy.add(self)
                 self._main.waiting.append((last, 0))
+            self._go_on(self._main, steps)
+        return steps
+
+    def become(self, other: Mailbox) -> Sequence[Call]:
+        """Takes the title and the limit of another mailbox, which has no calls."""
+        steps: list[Call] = []
+        with self._lock:
+            self.title, self.concurrency, self._full = other.title, other.concurrency, other._full
+            self._main.ordered = other._main.ordered
+            if self.stopped is None:
+                self._main.limit = other.concurrency
             self._go_on(self._main, steps)
         return steps
 

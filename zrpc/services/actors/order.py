@@ -62,6 +62,10 @@ class CallOrder:
         self._series = owner.member_id, series, itertools.count()
         self.owner = owner
 
+    def end_restarts(self) -> None:
+        """Notes that nobody makes the actor again."""
+        self.label = self.label._replace(restarts=False)
+
     def enter(self, calls: PendingCalls, call: PendingCall, message: Message) -> State:
         """Puts a call into the table, and gives its message a number.
 
@@ -79,8 +83,11 @@ class CallOrder:
             error: RpcError = mailbox_is_full(str(self.label), self.owner.name, calls.limit)
             calls.settle(call.call_id, error)
             return call.state
-        if call.peer != owner:  # it was moved in this moment
-            calls.settle(call.call_id, self.gone("another worker has its place; call it again"))
+        if call.peer != owner:  # it was moved, in this moment or since it is not made again
+            why = "another worker has its place; call it again"
+            if not self.label.restarts:
+                why = "it is not made again: it was stopped, or its maker has no RRef to it"
+            calls.settle(call.call_id, self.gone(why))
             return call.state
         if state is _SENDING:
             turn = self._pack(series, next(numbers))

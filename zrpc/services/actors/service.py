@@ -14,10 +14,13 @@ from zrpc.agent.service import ActorStats, Handler, Service
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import handler_name
 from zrpc.calls.result_sink import ResultSink, SinkBefore
+from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import RpcError
 from zrpc.services.actors.actor import ActorSink
+from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.order import was_stopped
 from zrpc.services.rref.messages import RRefId, read_ids
+from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
@@ -29,14 +32,14 @@ class ActorService(Service):
     """Ends actors, and looks after the order of their calls.
 
     Attributes:
-        on_stop: called with the id of each actor of this worker that is stopped, in the pool and
-            before its calls are refused.
+        on_stop: called with the mailbox of each actor of this worker that is stopped, in the pool
+            and before its calls are refused.
     """
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
         self._rrefs = agent.service(RRefService)
-        self.on_stop: list[Callable[[RRefId], None]] = []
+        self.on_stop: list[Callable[[Mailbox], None]] = []
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -84,7 +87,7 @@ class ActorService(Service):
 
     @override
     def tick(self) -> None:
-        for mailbox in self._rrefs.mailboxes():
+        for mailbox in list(self._rrefs.busy):
             mailbox.do(mailbox.sweep())
 
     @override
@@ -99,7 +102,8 @@ class ActorService(Service):
 
     @override
     def awaited_members(self) -> Collection[MemberId]:
-        return {MemberId(each) for mailbox in self._rrefs.mailboxes() for each in mailbox.missing()}
+        busy = list(self._rrefs.busy)
+        return {MemberId(each) for mailbox in busy for each in mailbox.missing()}
 
     # -- the end of an actor ---------------------------------------------------------------
 
@@ -120,7 +124,11 @@ class ActorService(Service):
             return
         request.scope.mailbox = mailbox
         for follower in self.on_stop:
-            follower(rref_id)
+            follower(mailbox)
+        made_as = None if value.actor is None else value.actor.made_as
+        if made_as is not None and made_as != rref_id:  # else who stops it has told its maker
+            own_id = self.agent.worker_info.member_id
+            self.agent.service(ActorOrders).end_restarts(made_as, own_id, UNSET_RPC_TIMEOUT)
         by = self.agent.callees.describe(request.sender)
         error = was_stopped(mailbox.title, self.agent.worker_info.name, by)
         sink = ActorSink(_StopSink(callee, value, mailbox.stopped or error), mailbox)

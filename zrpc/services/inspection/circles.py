@@ -180,7 +180,7 @@ class ActorCircles:
 
     def _is_suspicious(self, now: float) -> bool:
         """Returns whether calls wait for their turn, and what runs there waits for calls."""
-        for mailbox in self._agent.service(RRefService).mailboxes():
+        for mailbox in list(self._agent.service(RRefService).busy):
             for running, waiting in mailbox.look():
                 waits = any(now - each.scope.arrived > _LONG_SECONDS for each in waiting)
                 if waits and running and _all_wait(running):

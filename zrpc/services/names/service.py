@@ -20,6 +20,7 @@ from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
 from zrpc.errors import WorkerDied, expecting, has_shut_down, of_lost_message
 from zrpc.runtime.interrupts import UninterruptedLock
+from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.service import ActorService
 from zrpc.services.names.messages import Holder, Naming, dump, parse
 from zrpc.services.names.registry import NameRegistry
@@ -27,6 +28,7 @@ from zrpc.services.names.waiting import Waiting
 from zrpc.services.rref.messages import NO_FORK, Fork, RRefId
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
+from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -48,11 +50,13 @@ class _Named:
     Attributes:
         number: of the claim that was granted.
         rref: the name's own reference.
+        value: what it refers to.
         what: what was made, and by whom, for messages to people.
     """
 
     number: int
     rref: RRef[Any]
+    value: OwnedValue
     what: str
 
 
@@ -161,7 +165,7 @@ class NameService(Service, MessageHooks):
             label = ActorLabel(naming.what, naming.name, naming.restarts)
             rref = self._handle(rref_id, label if naming.actor else None)
             with self._lock:
-                self._named[naming.name] = _Named(holder.number, rref, what)
+                self._named[naming.name] = _Named(holder.number, rref, value, what)
             value.when_ready(partial(self._on_made, naming.name, holder.number, value))
             begin()
         else:
@@ -209,10 +213,11 @@ class NameService(Service, MessageHooks):
             gone.append(self._failed.popleft()[1])
         return gone
 
-    def release(self, rref_id: RRefId) -> None:
-        """Gives up the names of an actor that is stopped. From any thread."""
+    def release(self, mailbox: Mailbox) -> None:
+        """Gives up the names of an actor that is stopped, by whatever RRef. From any thread."""
         with self._lock:
-            found = [(n, e.number) for n, e in self._named.items() if e.rref._rref_id == rref_id]
+            named = list(self._named.items())
+        found = [(n, e.number) for n, e in named if e.value.mailbox is mailbox]
         for name, number in found:
             self._give_up(name, number)
 

@@ -6,7 +6,11 @@ actor. All workers that have RRefs let them mean that worker from then on, and l
 there (`References.move`). A call that comes before what makes the actor waits for that, as for any
 new value. So that it does not wait in vain, each worker also tells the maker where its calls go. If
 the maker has nothing to make there, because the actor was stopped or the maker has dropped its last
-RRef, it tells the worker that there will be no value.
+RRef, it tells the new owner that there will be no value, and answers that nothing is made. From
+then on, a worker fails its own calls, since it knows which actor they are for.
+
+A worker that stops an actor tells its maker at the same time as its owner: neither may keep the
+other from hearing of it. If the maker knows of a later owner, it stops the actor there.
 
 What makes the actor belongs to the order of the maker's calls to it, which lives as long as the
 maker has an RRef. A name has a reference of its own, so the maker of an actor with a name keeps an
@@ -21,25 +25,27 @@ import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
-from time import monotonic
 from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Unpack, override
 
 from zrpc.actors import ActorLabel
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import Service
+from zrpc.calls.call_options import CallOptions
 from zrpc.calls.future import Future
+from zrpc.calls.future_group import collect_all
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, WorkerDied
+from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.actor import stop_within
-from zrpc.services.actors.order import CallOrder
+from zrpc.services.actors.order import Beside, CallOrder
 from zrpc.services.rref.messages import RRefId, pack_id
 from zrpc.services.rref.service import RRefService
 from zrpc.services.rref.value import READY
-from zrpc.wire.kind import Kind
+from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -101,15 +107,15 @@ class ActorOrders(Service):
             self._kept[rref._rref_id] = rref
         with contextlib.suppress(WorkerDied):
             made = rref._ask_beside(READY, 0, self.agent.caller.call_async)
-            made.add_done_callback(partial(self._on_made, rref._rref_id))
+            owner = rref._owner.member_id
+            made.add_done_callback(partial(self._on_made, rref._rref_id, owner))
 
-    def _on_made(self, rref_id: RRefId, made: Future[None]) -> None:
+    def _on_made(self, rref_id: RRefId, owner: MemberId, made: Future[None]) -> None:
         try:
             made.value()
-        except WorkerDied:
-            return
-        except Exception:
-            self.forget(rref_id)
+        except Exception:  # WorkerDied may be the constructor's own
+            if owner not in self.agent.membership.lost:
+                self.forget(rref_id)
 
     @override
     def close(self) -> None:
@@ -163,7 +169,7 @@ class ActorOrders(Service):
         """Lets the RRefs of actors mean the workers that have taken the places of lost owners."""
         service, membership = self._service, self.agent.membership
         owners: dict[RRefId, MemberId] = {}
-        moved: list[tuple[RRefId, CallOrder, WorkerInfo]] = []
+        moved: list[tuple[RRefId, CallOrder, WorkerInfo, WorkerInfo]] = []
         with service.lock:
             for rref_id, order in list(self._orders.items()):
                 if not order.label.restarts:
@@ -172,8 +178,8 @@ class ActorOrders(Service):
                 if gone and not membership.is_gone(rref_id.created_on):
                     successor = membership.successor(order.owner)
                     if successor is not None:
+                        moved.append((rref_id, order, successor, order.owner))
                         order.move(successor, next(self._series))
-                        moved.append((rref_id, order, successor))
                 if not membership.is_gone(order.owner.member_id):
                     owners[rref_id] = order.owner.member_id
             # Also those forks that have come since an order was moved.
@@ -181,7 +187,7 @@ class ActorOrders(Service):
         service.settle_references()
         for each in moved:
             if each[0].created_on == service.member:
-                self.agent.receiver.run(partial(self._make, *each))  # it may wait for room
+                self.agent.receiver.run(partial(self._make, *each[:3]))  # it may wait for room
             else:
                 self.agent.completions.submit(partial(self._ask_maker, *each))
 
@@ -212,71 +218,127 @@ class ActorOrders(Service):
             service.references.drop(fork_id)
         service.settle_references()
 
-    def _ask_maker(self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo) -> None:
-        """Tells the maker of an actor where this worker's calls go."""
+    def _ask_maker(
+        self, rref_id: RRefId, order: CallOrder, owner: WorkerInfo, lost: WorkerInfo
+    ) -> None:
+        """Tells the maker of an actor where this worker's calls go, instead of to a lost worker."""
         with contextlib.suppress(RpcError):  # it is lost, and the new owner knows of that; or this
             maker = self.agent.membership.infos[rref_id.created_on]
             body: Any = make_again, (rref_id, owner.member_id), {}
-            self.agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+            asked = self.agent.caller.call_async(maker, Kind.CALL, body, UNSET_RPC_TIMEOUT)
+            asked.add_done_callback(partial(self._on_asked, order, lost))
 
-    def answer(self, rref_id: RRefId, owner: MemberId) -> None:
-        """Makes an actor again, as its maker, for a worker whose calls go to ``owner``."""
+    def _on_asked(self, order: CallOrder, lost: WorkerInfo, asked: Future[bool]) -> None:
+        with contextlib.suppress(RpcError):
+            if not asked.value():  # its calls fail here from now on, with errors that name it
+                order.end_restarts()
+                order.move(lost, next(self._series))
+
+    def answer(self, rref_id: RRefId, owner: MemberId) -> bool:
+        """Makes an actor again, as its maker, for a worker whose calls go to ``owner``.
+
+        Returns:
+            Whether it does.
+        """
         self.follow()
         order = self._orders.get(rref_id)
-        if order is None or order.again is None:
-            self._refuse(rref_id, owner)
+        if order is not None and order.again is not None:
+            return True
+        self._refuse(rref_id, owner)
+        return False
 
     def stop(self, rref: Any, timeout: float, call: Callable[..., Any] | None = None) -> Any:
         """Does what `RRef.stop` does; with ``caller.call_async`` it returns a future of that."""
-        caller, owner = self.agent.caller, None
-        if rref._order is not None and rref._order.label.restarts:
-            seconds, begun = caller.timeout(timeout), monotonic()
-            owner = self._end_restarts(rref, seconds)
-            timeout = seconds and max(seconds - (monotonic() - begun), 0.001)
-        if owner is None:
+        caller, order = self.agent.caller, rref._order
+        told = ended = None
+        if order is not None and order.label.restarts:
+            owner, about = self.owner_of(rref).member_id, Beside(order, "stop()")
+            told = self.end_restarts(rref._rref_id, owner, timeout, order=about)
+        # Else the maker may know where it is now; if not, that it is lost is said after that.
+        if told is None or owner not in self.agent.membership.lost:
             rref._check()
-            owner = rref._owner
-        within = rref._value is not None and stop_within(rref._value.mailbox, owner)
-        ask = caller.call_async if within else call or caller.call
-        ended = ask(owner, Kind.STOP, None, timeout, **rref._about("stop()"))
-        return None if within else ended
+            within = rref._value is not None and stop_within(rref._value.mailbox, rref._owner)
+            ask = call or caller.call if told is None and not within else caller.call_async
+            ended = ask(rref._owner, Kind.STOP, None, timeout, **rref._about("stop()"))
+            if within or told is None:
+                return None if within else ended
+        # Each waits for itself, without its error, which must not hide that of the other.
+        parts = [each.then(_itself) for each in (told, ended) if each is not None]
+        stopped = collect_all(parts).then(partial(self._outcome, rref, told, ended))
+        return stopped.wait() if call is None else stopped
 
-    def _end_restarts(self, rref: Any, timeout: float) -> WorkerInfo | None:
-        """Lets an actor not be made again; returns where it was, as far as its maker knows."""
-        maker = rref._rref_id.created_on
-        if self.agent.membership.is_gone(maker):
-            return None
+    def _outcome(
+        self, rref: Any, told: Future[bool], ended: Future[None] | None, _: Future[Any]
+    ) -> None:
+        """Raises the error of a stop, once the maker and the owner of the actor have answered."""
+        elsewhere = False
+        with contextlib.suppress(WorkerDied):  # then nobody makes it again either
+            elsewhere = told.value()
+        rref._order.end_restarts()
+        if not elsewhere:
+            rref._check() if ended is None else ended.value()
+
+    def end_restarts(
+        self, rref_id: RRefId, owner: MemberId, timeout: float, **about: Unpack[CallOptions]
+    ) -> Future[bool] | None:
+        """Lets an actor not be made again, see `forget`; returns None if no other worker makes it.
+
+        Args:
+            rref_id: of the actor, that its maker has.
+            owner: the worker that has it, as far as this one knows.
+            timeout: of the call of its maker.
+            **about: see `CallOptions`.
+        """
+        maker = rref_id.created_on
         if maker == self._service.member:
-            found = self.forget(rref._rref_id)
-        else:
-            body: Any = forget, (rref._rref_id,), {}
-            try:
-                info = self.agent.membership.infos[maker]
-                found = self.agent.caller.call(info, Kind.CALL, body, timeout)
-            except WorkerDied:
-                return None
-        if found is None or self.agent.membership.is_gone(found):
-            return None
-        return self.agent.membership.infos[found]
+            self.stop_elsewhere(rref_id, owner)
+        elif not self.agent.membership.is_gone(maker):
+            body: Any = forget, (rref_id, owner), {}
+            info = self.agent.membership.infos[maker]
+            return self.agent.caller.call_async(info, Kind.CALL, body, timeout, **about)
+        return None
 
-    def forget(self, rref_id: RRefId) -> MemberId | None:
-        """Forgets, as its maker, what makes an actor again; returns its worker."""
+    def forget(self, rref_id: RRefId) -> CallOrder | None:
+        """Forgets, as its maker, what makes an actor again; returns what numbers its calls."""
         with self._service.lock:
             order, kept = self._orders.get(rref_id), self._kept.pop(rref_id, None)  # noqa: F841
-            if order is None:
-                return None
+        if order is not None:
             order.again = None
-            return order.owner.member_id
+        return order
+
+    def stop_elsewhere(self, rref_id: RRefId, owner: MemberId) -> Future[bool]:
+        """Forgets an actor, and stops it if it is on another worker than ``owner``.
+
+        Returns:
+            A future of whether it was.
+        """
+        order, is_gone = self.forget(rref_id), self.agent.membership.is_gone
+        if order is not None:
+            order.end_restarts()
+        if order is None or order.owner.member_id == owner or is_gone(order.owner.member_id):
+            nothing: Future[bool] = Future()
+            nothing.set_result(False)
+            return nothing
+        about: CallOptions = {"extension": (Tag.SUBJECT, pack_id(*rref_id))}
+        about["order"] = Beside(order, "stop()")
+        call = self.agent.caller.call_async
+        stopped = call(order.owner, Kind.STOP, None, UNSET_RPC_TIMEOUT, **about)
+        return stopped.then(lambda stopped: stopped.value() is None)
 
 
-def make_again(rref_id: RRefId, owner: MemberId) -> None:
+def make_again(rref_id: RRefId, owner: MemberId) -> bool:
     """Runs on the maker of an actor: another worker's calls go to ``owner``."""
-    _orders_here().answer(rref_id, owner)
+    return _orders_here().answer(rref_id, owner)
 
 
-def forget(rref_id: RRefId) -> MemberId | None:
-    """Runs on the maker of an actor, which is about to be stopped."""
-    return _orders_here().forget(rref_id)
+@async_execution
+def forget(rref_id: RRefId, owner: MemberId) -> Future[bool]:
+    """Runs on the maker of an actor, which is stopped; see `ActorOrders.stop_elsewhere`."""
+    return _orders_here().stop_elsewhere(rref_id, owner)
+
+
+def _itself(future: Future[Any]) -> Future[Any]:
+    return future
 
 
 def _orders_here() -> ActorOrders:

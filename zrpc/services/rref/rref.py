@@ -337,7 +337,7 @@ class RRef(Generic[T]):
                 actor ends also if it takes longer.
 
         Raises:
-            RpcTimeoutError: it took longer.
+            RpcTimeoutError: it took longer, or the worker that would make it again did not answer.
             OwnerDied: the owner is lost. Nobody makes the actor again then.
             RpcError: the value is no actor.
             Exception: what ``close()`` has raised, or what was to make the value.

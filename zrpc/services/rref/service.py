@@ -15,6 +15,7 @@ from typing_extensions import override
 from zrpc.actors import options_of
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
+from zrpc.calls.cancel_scope import CancelScope, current_scope
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import method_in
 from zrpc.calls.message_hooks import MessageHooks
@@ -36,7 +37,7 @@ from zrpc.services.rref.messages import (
     read_ids,
 )
 from zrpc.services.rref.protocol import References
-from zrpc.services.rref.value import ITSELF, MethodCheck, OwnedValue, ValueSink
+from zrpc.services.rref.value import ITSELF, Actor, MethodCheck, OwnedValue, ValueSink
 from zrpc.wire.kind import ANSWERS, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -46,9 +47,8 @@ from zrpc.wire.message import Message
 _LISTING_SECONDS = 5.0
 
 _NEVER_MADE = (
-    "the value of this RRef is never made: the call that was to make it was not sent, or its owner "
-    "could not read it; or its owner has died, and the worker that made it has no RRef to it any "
-    "more, or it was stopped"
+    "the value of this RRef is never made on {}: the call that was to make it was not sent, or not "
+    "read; or its owner has died, and its maker has no RRef to it any more, or it was stopped"
 )
 
 # A worker remembers this many of the values that it has freed: the caller of a method may give
@@ -71,6 +71,7 @@ class RRefService(Service, MessageHooks):
         references: this worker's part in the reference count; see `settle_references`.
         values: those that this worker owns. A message about a value may precede the call that
             makes it.
+        busy: the mailboxes of actors that have calls, and perhaps some more; copied to be read.
         dropped: handles that have ended: the value's id, and the fork's id or None for one of
             the owner's; and forks whose message is not sent after all. Finalizers append to it, in
             any thread and at any moment, even inside of a locked section; so they do nothing else,
@@ -95,8 +96,10 @@ class RRefService(Service, MessageHooks):
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
         self._unmade: deque[OwnedValue] = deque()  # those that get an error now
         self._closed = False
-        # Its actors; guarded by the lock.
+        # Its actors, by the ids of the objects; guarded by the lock.
+        self._actors: weakref.WeakValueDictionary[int, Actor] = weakref.WeakValueDictionary()
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+        self.busy: set[Mailbox] = set()
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -140,24 +143,35 @@ class RRefService(Service, MessageHooks):
         with self.lock:
             return self.references.is_listed(fork_id)
 
-    def adopt(self, owned: OwnedValue, value: Any, made_by: Any = None) -> None:
-        """Makes an actor of a value if its class is marked, or what has made it.
+    def adopt(self, owned: OwnedValue, value: Any, scope: CancelScope | None = None) -> None:
+        """Makes an actor of a value if its class is marked, or what has made it; or it is one.
 
         Args:
             owned: is about to get the value.
             value: the value.
-            made_by: the function that has made it.
+            scope: of the call that has made it; None if the program makes an RRef to it.
         """
-        options = options_of(made_by, value)
-        if options is None:
+        own: list[OwnedValue] = []  # that its constructor has made, before what it is was known
+        if scope is not None:
+            own = [each for each in scope.early if each.holds(value)]
+        elif (outer := current_scope()) is not None and options_of(outer.function) is not None:
+            outer.early = *outer.early, owned
+        made, options = None, options_of(scope and scope.function, value)
+        with self.lock:
+            actor = self._actors.get(id(value))
+            if options is not None and (own or actor is None):
+                made = make_mailbox(self.agent, options, owned.name, self.busy)
+            if actor is None and made is not None:
+                actor = self._actors[id(value)] = Actor(value, made)
+                self._mailboxes.add(made)
+        if actor is None:
             return
-        with self.lock:
-            others = [each for each in self.values.values() if each.mailbox is not None]
-        # An actor may make an RRef to itself. Not by equality, which is the user's.
-        same = (each.mailbox for each in others if each.holds(value))
-        owned.mailbox = next(same, None) or make_mailbox(self.agent, options, owned.name)
-        with self.lock:
-            self._mailboxes.add(owned.mailbox)
+        if made is not None:
+            actor.made_as = owned.rref_id
+        for each in (owned, *own):
+            each.share(actor)
+        if made is not None and made is not actor.mailbox:
+            actor.mailbox.do(actor.mailbox.become(made))
 
     def mailboxes(self) -> list[Mailbox]:
         """Returns those of the actors that this worker owns."""
@@ -175,7 +189,7 @@ class RRefService(Service, MessageHooks):
             else:
                 value = self.values[rref_id]
                 self.references.add(rref_id, fork_id, request.sender)
-            value.begun = True
+            value.begun, value.rref_id = True, rref_id
         self.settle_references()
         sink = ValueSink(self.agent.callee, value, self.adopt)
         if subject:
@@ -400,7 +414,8 @@ class RRefService(Service, MessageHooks):
             except IndexError:  # another thread has taken it
                 break
             try:
-                value.set(error=of_lost_message(_NEVER_MADE, executed=False))
+                why = _NEVER_MADE.format(self.agent.worker_info.name)
+                value.set(error=of_lost_message(why, executed=False))
             except BaseException:
                 unmade.append(value)
                 raise

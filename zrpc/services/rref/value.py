@@ -30,6 +30,7 @@ from zrpc.wire.message import Message
 if TYPE_CHECKING:
     from zrpc.calls.cancel_scope import CancelScope
     from zrpc.services.actors.mailbox import Mailbox
+    from zrpc.services.rref.messages import RRefId
 
     _Follower = tuple[Callable[[], None], CancelScope | None]
 
@@ -43,6 +44,21 @@ READY = "ready()"
 _MANY = 64
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Actor:
+    """What the RRefs to one actor share. Only they keep it, so it ends with the last of them.
+
+    Attributes:
+        value: the object itself, so that no other has its id meanwhile.
+        mailbox: the actor's.
+        made_as: the RRef that its maker got; None if the program has made it by itself.
+    """
+
+    value: Any
+    mailbox: Mailbox
+    made_as: RRefId | None = None
+
+
 @dataclass(slots=True, eq=False)
 class OwnedValue:
     """The value that an RRef refers to. All methods may be called from any thread.
@@ -50,6 +66,8 @@ class OwnedValue:
     Attributes:
         begun: whether the call that makes the value has arrived; others may ask for it before.
         ended: whether there was a value, which was used up.
+        rref_id: of the call that makes the value; None if there is none.
+        actor: what the RRefs to an actor share; None for any other value, and after its end.
         mailbox: of an actor; None for any other value. Set before the value is.
         name: an actor's own; empty if it has none.
         ready: whether there is a value or an error; set last, and read without a lock.
@@ -57,6 +75,8 @@ class OwnedValue:
 
     begun: bool = False
     ended: bool = False
+    rref_id: RRefId | None = None
+    actor: Actor | None = None
     mailbox: Mailbox | None = None
     name: str = ""
     ready: bool = False
@@ -94,10 +114,15 @@ class OwnedValue:
         """Returns whether this is the value."""
         return self._value is value
 
+    def share(self, actor: Actor) -> None:
+        """Makes this one of the RRefs to an actor."""
+        self.actor, self.mailbox = actor, actor.mailbox
+
     def end(self, error: BaseException) -> None:
         """Replaces the value, which has been used up, by an error."""
         with uninterrupted, self._lock:
             self._error, self._value, self.ended = error, None, True
+            self.actor = None
 
     def when_ready(self, follower: Callable[[], None], scope: CancelScope | None = None) -> None:
         """Calls ``follower()`` when there is a value or an error: now, if there is one already.
@@ -181,7 +206,9 @@ class MethodCheck:
         if self.__qualname__ == READY:
             return
         if self.__qualname__ != ITSELF:
-            getattr(value, self.__qualname__)
+            # What the class has is not asked of the value: a property runs in the call's turn.
+            if not any(self.__qualname__ in vars(each) for each in type(value).__mro__):
+                getattr(value, self.__qualname__)
         elif not callable(value):
             raise TypeError(f"{type(value).__name__!r} object is not callable")
 
@@ -195,7 +222,7 @@ class ValueSink(SinkBefore[Callee]):
     """
 
     _value: OwnedValue
-    _adopt: Callable[[OwnedValue, Any, Any], None]
+    _adopt: Callable[[OwnedValue, Any, CancelScope], None]
 
     def answer(self, request: Message, value: Any) -> None:
         """Takes what the function has returned."""
@@ -203,7 +230,7 @@ class ValueSink(SinkBefore[Callee]):
             self.fail(request, _no_value(value))
             return
         self._sink.count(request)  # before anyone has the value
-        self._adopt(self._value, value, request.scope.function)
+        self._adopt(self._value, value, request.scope)
         self._value.set(value)
         self._sink.answer(request, None)
 
