@@ -297,6 +297,22 @@ def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
     assert (found.exit_code, found.output) == (130, "")
 
 
+def test_ctrl_c_while_the_command_is_imported_has_the_same_exit_code() -> None:
+    code = """
+import signal, sys
+from zrpc.cli import main
+class Interrupts:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "zrpc.cli.launch":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts)
+main(["launch", "script.py"])
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_trace_for_which_the_disk_is_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
