@@ -286,6 +286,24 @@ KILLED = """
 """
 
 
+RESTARTED = """
+    import os, sys
+    import zrpc
+
+    with zrpc.session():
+        pass
+    sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+
+
+def test_a_trace_counts_a_restarted_worker_once(tmp_path: Path) -> None:
+    (tmp_path / "restarted.py").write_text(dedent(RESTARTED))
+    options = ["--max-restarts", "1", "--trace", "trace.json"]
+    code, _, err = run("launch", *options, "restarted.py", cwd=tmp_path, forked=True)
+    assert code == 0, err
+    assert "the trace of 1 of 1 workers is in trace.json" in err
+
+
 def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
