@@ -115,6 +115,8 @@ BAD_ARGUMENTS = (
     (["--join", "h:1", "s.py"], "are for an elastic mesh: add --elastic"),
     (["--elastic", "--listen", "h:1", "--join", "h:1", "s.py"], "but got both"),
     (["--elastic", "--listen", "h", "s.py"], "expected HOST:PORT, but got 'h'"),
+    (["--metrics-port", "abc", "s.py"], "for --metrics-port: expected PORT or ADDRESS:PORT"),
+    (["--metrics-port", "65534", "-n", "3", "s.py"], "got '65534' on the worker with rank 2"),
     (["--elastic", "--join", "h:1", "s.py"], "need its secret: set ZRPC_SECRET_FILE"),
 )
 
