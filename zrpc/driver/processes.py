@@ -83,7 +83,7 @@ class WorkerProcesses:
         found = {self._roles[each.rank].name: pid for pid, each in self._workers.copy().items()}
         return MappingProxyType(found)
 
-    def start(self, options: ZmqRpcBackendOptions) -> MeetingPlace:
+    def start(self, options: ZmqRpcBackendOptions | None) -> MeetingPlace:
         """Starts all workers; returns the place where they wait for the driver.
 
         Raises:
