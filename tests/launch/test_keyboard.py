@@ -118,6 +118,18 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
     shell.exit()
 
 
+def test_a_launch_that_began_while_the_shell_edited_a_line_reads_lines(shell: Shell) -> None:
+    """The shell's line editor sets the terminal as stty does here."""
+    shell.type("stty -icanon -echo -icrnl\n")
+    shell.launch(TO_THE_END, after="&")
+    shell.read_until("a worker reads the terminal; it waits until you continue this by fg\r\n")
+    shell.type("stty icanon echo icrnl; fg\n")
+    shell.read_until("reads.py 'sys.stdin.read()' 1\r\n")
+    shell.type("one\n\x04")
+    shell.read_until("[0] got 'one\\n'\r\n")
+    shell.exit()
+
+
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
     shell.begin(LINE, count=3)
     for word, command in (("one", "sleep 0.3"), ("two", "bg"), ("three", "")):

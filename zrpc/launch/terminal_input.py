@@ -26,7 +26,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _STDIN = 0
-_FLAGS = 3  # of what tcgetattr returns: the local modes
+_INPUT_FLAGS = 0  # of what tcgetattr returns
+_FLAGS = 3  # the local modes
 _CHARACTERS = 6
 _MIRRORED = termios.ECHO | termios.ECHONL | termios.ICANON
 _MIRROR_SECONDS = 0.1  # faster than somebody types after a prompt
@@ -156,6 +157,9 @@ class _TerminalInput(Keyboard):
         self._thread = threading.Thread(target=self._relay, name="zrpc-input", daemon=True)
         modes = termios.tcgetattr(self._terminal)
         modes[_FLAGS] &= ~termios.ISIG  # Ctrl-C is for the launcher
+        if not self._has_terminal():  # the modes may be those of the shell, as it edits a line
+            modes[_INPUT_FLAGS] |= termios.ICRNL
+            modes[_FLAGS] |= termios.ICANON | termios.ECHO
         termios.tcsetattr(self.fd, termios.TCSANOW, modes)
         self.resize()
 
