@@ -32,11 +32,15 @@ READS = """
 """
 LINE = "input()"
 TO_THE_END = "sys.stdin.read()"
+DESCRIPTOR = "os.read(0, 100).decode().rstrip()"
 WAYS = {
     "input": LINE,
-    "descriptor": "os.read(0, 100).decode().rstrip()",
+    "descriptor": DESCRIPTOR,
     "device": "open('/dev/stdin').readline().rstrip()",
     "select": "select.select([sys.stdin], [], []) and sys.stdin.readline().rstrip()",
+    "select of a descriptor": f"select.select([0], [], []) and {DESCRIPTOR}",
+    "poll": f"(p := select.poll()).register(0, select.POLLIN) or p.poll() and {DESCRIPTOR}",
+    "epoll": f"(p := select.epoll()).register(0, select.EPOLLIN) or p.poll() and {DESCRIPTOR}",
     "child": "subprocess.run(['head', '-n1'], stdout=-1, text=True).stdout.rstrip()",
 }
 
