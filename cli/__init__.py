@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import signal
+import sys
+from typing import Any
 
 from . import first_process  # isort: skip  # noqa: F401 - imported before what takes a while
 
@@ -33,6 +36,12 @@ class _LazyGroup(click.Group):
             return None
         command: click.Command = importlib.import_module(f"zrpc.cli.{cmd_name}").command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:  # also as a command is imported; click would exit with 1
+            sys.exit(128 + signal.SIGINT)
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -43,7 +43,7 @@ _PLOT = bench_options.file("--plot", "plot_file", "Draw the results to this png,
     metavar="REGEX",
     multiple=True,
     help="Measure only rows with matching names; can be repeated. "
-    "[default: all but the starts of many workers, the skeletons and the steps]",
+    "[default: all but the starts of many workers, the skeletons, the steps and the floors]",
 )
 @click.option("--list", "only_list", is_flag=True, help="Print the names of the rows and exit.")
 @click.option(

@@ -5,6 +5,7 @@ They call what ``init_rpc`` calls, and report its decisions and its errors.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import socket
@@ -22,10 +23,17 @@ from zrpc.membership.endpoints import (
     is_loopback,
     listen_on,
 )
-from zrpc.membership.init_method import master_host, own_settings
+from zrpc.membership.init_method import (
+    master,
+    master_host,
+    own_settings,
+    resolve_name,
+    resolve_rank,
+)
 from zrpc.membership.secret import FILE_VARIABLE, VARIABLE, find_secret
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.services.metrics.address import metrics_address
 from zrpc.services.shm.segments import Segment
 from zrpc.transport.address import preferred_parent
 from zrpc.transport.curve import Curve, KeyPair
@@ -35,7 +43,10 @@ from .versions import Finding
 
 _SEGMENT_BYTES = 1 << 20
 _IFACE_STEP = "set ZRPC_IFACE to the interface or the address that leads to the other hosts"
-_MASTER_STEP = "run it as your script is run, such as srun zrpc doctor, or set MASTER_ADDR"
+_MASTER_STEP = (
+    "run it as your script is run, such as srun zrpc doctor, or set MASTER_ADDR and MASTER_PORT"
+)
+_VARIABLES_STEP = "correct that variable, or unset it; `zrpc env` shows where values come from"
 _NAME_STEP = "check MASTER_ADDR, and in Kubernetes the pods' subdomain and its headless service"
 
 
@@ -45,6 +56,7 @@ def check_worker(world_size: int | None) -> Iterator[Finding]:
     Args:
         world_size: the number of workers; None for what the environment says.
     """
+    yield _check_variables()
     yield Finding("libzmq", "ok", zmq.zmq_version())
     curve = _check_curve()
     yield curve
@@ -64,6 +76,29 @@ def check_worker(world_size: int | None) -> Iterator[Finding]:
     yield interface
     yield _check_secret(elsewhere)
     yield _check_descriptors(world_size)
+
+
+def _check_variables() -> Finding:
+    """Builds what ``init_rpc`` does of the environment, as far as the program may not pass it."""
+    settings = own_settings()
+    try:
+        options = ZmqRpcBackendOptions()
+        found = f"{options.init_timeout:g} s to meet"
+        if ports := options.port_range:
+            found += f", ports {ports[0]} to {ports[-1]}"
+        # A size without a rank is no error yet: the program may pass the rank.
+        rank = -1 if "rank" in settings or "world_size" not in settings else 0
+        known, size = resolve_rank(DEFAULT_INIT_METHOD, rank, None)
+        with contextlib.suppress(RendezvousError):  # neither name nor rank: outside of a launch
+            name = resolve_name(None, known, size)
+            WorkerInfo(name, known or 0)
+            found = f"{name}, {found}"
+        metrics_address(os.environ, known or 0)
+        if {"master_addr", "master_port"} <= settings.keys():
+            master(DEFAULT_INIT_METHOD)
+    except (RuntimeError, ValueError) as error:
+        return Finding("variables", "failure", str(error), _VARIABLES_STEP)
+    return Finding("variables", "ok", found)
 
 
 def _check_curve() -> Finding:

@@ -14,8 +14,10 @@ import click
 from click.core import ParameterSource
 
 from zrpc.drop_in import child_environment
+from zrpc.errors import OptionError
 from zrpc.launch import Job, LaunchError, launch
 from zrpc.launch.starter import METHODS
+from zrpc.services.metrics.address import METRICS_PORT, metrics_address
 
 from .options import NOT_NEGATIVE, POSITIVE, sectioned
 
@@ -261,7 +263,11 @@ def command(
     if iface is not None:
         env = {**env, "ZRPC_IFACE": iface}
     if metrics_port is not None:
-        env = {**env, "ZRPC_METRICS_PORT": metrics_port}
+        env = {**env, METRICS_PORT: metrics_port}
+        try:
+            metrics_address({METRICS_PORT: metrics_port}, others["nprocs"] - 1)
+        except OptionError as error:  # or each worker would start, and fail by it
+            raise click.BadParameter(str(error), param_hint="--metrics-port") from error
     if pdb:
         env = {"PYTHONBREAKPOINT": "zrpc.breakpoint", **env, _PDB: "1"}
     job = Job(script, args, roles=roles, env=env, on_error=_POST_MORTEM if pdb else "", **others)

@@ -219,15 +219,23 @@ def _keys() -> Iterator[Any]:
 
     fd = sys.stdin.fileno()
     modes = termios.tcgetattr(fd)
+    unread = b""  # the key that has come so soon after Esc that it might have belonged to it
 
     def read(timeout: float) -> str:
-        if not readable(fd, timeout=timeout):
+        nonlocal unread
+        if not unread and not readable(fd, timeout=timeout):
             return ""
-        key = os.read(fd, 1)
+        key, unread = unread or os.read(fd, 1), b""
         while key.startswith(b"\x1b") and len(key) < _MAX_KEY_BYTES:
-            if key[-1:].isalpha() or not readable(fd, timeout=_SEQUENCE_SECONDS):
+            if len(key) > 2 and key[-1:].isalpha():
                 break
-            key += os.read(fd, 1)
+            if not readable(fd, timeout=_SEQUENCE_SECONDS):
+                break
+            more = os.read(fd, 1)
+            if len(key) == 1 and more not in (b"[", b"O"):  # what sequences begin with
+                unread = more
+                break
+            key += more
         return key.decode(errors="replace") or "q"  # nothing: the terminal is gone
 
     try:

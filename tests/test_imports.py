@@ -94,9 +94,10 @@ _SURFACE = {
         batching.service collectives debugger.prompt debugger.service devices.service
         elastic.join elastic.limits groups.arguments groups.future groups.group
         groups.service inspection.discovery inspection.rates inspection.report
-        inspection.service inspection.snapshot metrics.service names.claims names.service
-        queue.service rref.orders rref.rref rref.service shm.segments shm.service streams.service
-        streams.stream tracing.service weights.publisher weights.service weights.subscriber""",
+        inspection.service inspection.snapshot metrics.address metrics.service names.claims
+        names.service queue.service rref.orders rref.rref rref.service shm.segments shm.service
+        streams.service streams.stream tracing.service weights.publisher weights.service
+        weights.subscriber""",
     "zrpc.launch": """. child descriptors interpreter line_splitter output port signals starter
         store task terminal worker""",
     "zrpc.driver": "place",

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from tests.support.programs import run_python
 from tests.support.warm import warm_commands
 from zrpc.bench import plot
-from zrpc.bench.rows import all_rows
+from zrpc.bench.rows import GROUPS, all_rows
 from zrpc.bench.scale import MEASURES
 from zrpc.cli import main
 
@@ -109,6 +109,14 @@ def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monk
     result = invoke("--plot", "f.png")
     assert result.exit_code == 2
     assert "pip install matplotlib" in result.output
+
+
+def test_help_names_the_rows_that_are_left_out_by_default() -> None:
+    help_text = " ".join(invoke("--help").output.split())
+    default = help_text.partition("[default: all but ")[2].partition("]")[0]
+    left_out = [each.name for each in GROUPS if not any(row.default for row in each.rows)]
+    assert "start" in left_out
+    assert [name for name in left_out if name not in default] == []
 
 
 def test_neither_the_command_nor_the_process_that_measures_imports_torch() -> None:

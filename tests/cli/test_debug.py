@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from textwrap import dedent
@@ -107,6 +109,20 @@ def test_error_before_the_mesh_opens_a_prompt(begin: Begin) -> None:
     launched = begin("launch", "--pdb", script="here = 3\nraise ValueError(here)\n", cold=True)
     assert "rank 0, pid" in launched.read_until("(Pdb) ")
     say(launched, "p here + 4", "7\r\n")
+    launched.type("c\n")
+    assert launched.finish() == 1
+
+
+def test_error_opens_a_prompt_though_a_file_beside_the_script_hides_a_preloaded_module(
+    begin: Begin, tmp_path: Path
+) -> None:
+    shutil.copy(uuid.__file__, tmp_path)
+    script = "import sys\nhere = sys.argv[1:]\nraise ValueError(here)\n"
+    (tmp_path / "raises.py").write_text(script)
+    launched = begin("launch", "--pdb", "raises.py", "a b", "-c", cold=True)
+    launched.read_until("uuid beside the program hides a preloaded module")
+    launched.read_until("(Pdb) ")
+    say(launched, "p here", "['a b', '-c']\r\n")
     launched.type("c\n")
     assert launched.finish() == 1
 

@@ -22,7 +22,7 @@ from zrpc.membership.secret import new_secret, write_secret
 LOCAL = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "2", "RANK": "0"}
 CHECKS = [
     *("zrpc", "python", "torch", "pyzmq", "cloudpickle", "click", "typing_extensions"),
-    *("libzmq", "CURVE", "memfd"),
+    *("variables", "libzmq", "CURVE", "memfd"),
     *("directory", "interface", "secret", "descriptors"),
 ]
 Findings = dict[str, dict[str, str]]
@@ -64,6 +64,7 @@ def test_all_is_well_on_one_host(directory: Path) -> None:
     for finding in findings.values():
         expect(finding, "ok", "", "")
     assert findings["torch"]["found"] == metadata.version("torch")
+    assert findings["variables"]["found"] == "worker0, 60 s to meet"
     assert findings["interface"]["found"] == "127.0.0.1, for workers of this host"
     assert "enough for 2 worker(s)" in findings["descriptors"]["found"]
     assert list(directory.iterdir()) == []  # it leaves nothing
@@ -156,6 +157,34 @@ def test_interfaces_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None
         monkeypatch.setattr(socket, "getaddrinfo", find)
         finding = examine(code=1)["interface"]
         expect(finding, "failure", "'train-0..mesh' has no address", "check MASTER_ADDR")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("ZRPC_INIT_TIMEOUT", "-4"),
+        ("ZRPC_INIT_TIMEOUT", "nan"),
+        ("ZRPC_RPC_TIMEOUT", "abc"),
+        ("ZRPC_PORT_RANGE", "9-1"),
+        ("ZRPC_METRICS_PORT", "abc"),
+        ("RANK", "x"),
+        ("RANK", "5"),
+        ("WORLD_SIZE", "x"),
+        ("MASTER_PORT", "70000"),
+        ("ZRPC_WORKER_NAME", "a b"),
+    ],
+)
+def test_a_variable_with_which_init_rpc_would_fail(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    named = {"RANK": "rank", "ZRPC_WORKER_NAME": "Worker name"}.get(variable, variable)
+    monkeypatch.setenv(variable, value)
+    expect(examine(code=1)["variables"], "failure", named, "correct that variable")
+    if variable in LOCAL:
+        return
+    for name in LOCAL:  # and also outside of a launch
+        monkeypatch.delenv(name)
+    expect(examine(code=1)["variables"], "failure", named, "correct that variable")
 
 
 def test_outside_of_a_launch_there_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,6 +115,8 @@ BAD_ARGUMENTS = (
     (["--join", "h:1", "s.py"], "are for an elastic mesh: add --elastic"),
     (["--elastic", "--listen", "h:1", "--join", "h:1", "s.py"], "but got both"),
     (["--elastic", "--listen", "h", "s.py"], "expected HOST:PORT, but got 'h'"),
+    (["--metrics-port", "abc", "s.py"], "for --metrics-port: expected PORT or ADDRESS:PORT"),
+    (["--metrics-port", "65534", "-n", "3", "s.py"], "got '65534' on the worker with rank 2"),
     (["--elastic", "--join", "h:1", "s.py"], "need its secret: set ZRPC_SECRET_FILE"),
 )
 
@@ -286,6 +288,24 @@ KILLED = """
 """
 
 
+RESTARTED = """
+    import os, sys
+    import zrpc
+
+    with zrpc.session():
+        pass
+    sys.exit(os.environ["TORCHELASTIC_RESTART_COUNT"] == "0")
+"""
+
+
+def test_a_trace_counts_a_restarted_worker_once(tmp_path: Path) -> None:
+    (tmp_path / "restarted.py").write_text(dedent(RESTARTED))
+    options = ["--max-restarts", "1", "--trace", "trace.json"]
+    code, _, err = run("launch", *options, "restarted.py", cwd=tmp_path, forked=True)
+    assert code == 0, err
+    assert "the trace of 1 of 1 workers is in trace.json" in err
+
+
 def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -295,6 +315,22 @@ def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
     monkeypatch.setattr("zrpc.cli.launch.launch", interrupt)
     found = CliRunner().invoke(command, ["script.py"])
     assert (found.exit_code, found.output) == (130, "")
+
+
+def test_ctrl_c_while_the_command_is_imported_has_the_same_exit_code() -> None:
+    code = """
+import signal, sys
+from zrpc.cli import main
+class Interrupts:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == "zrpc.cli.launch":
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts)
+main(["launch", "script.py"])
+"""
+    done = run_python("-c", code)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 def test_a_trace_for_which_the_disk_is_full(

@@ -176,6 +176,26 @@ def test_a_worker_that_cannot_start_ends_the_start_with_its_error() -> None:
     assert not zrpc.is_initialized()
 
 
+def test_the_timeout_of_the_workers_calls_may_be_in_their_environment() -> None:
+    timeout = {"ZRPC_RPC_TIMEOUT": "77"}
+    with pytest.raises(ValueError, match="ZRPC_RPC_TIMEOUT in env, or rpc_backend_options"):
+        zrpc.start_mesh(1, env=timeout, rpc_backend_options=zrpc.ZmqRpcBackendOptions())
+    with zrpc.start_mesh(1, env=timeout):
+        assert zrpc.rpc_sync("worker0", zrpc.get_rpc_timeout) == 77
+        assert zrpc.get_rpc_timeout() == zrpc.ZmqRpcBackendOptions().rpc_timeout != 77
+
+
+def test_one_worker_may_write_more_than_its_part_of_what_a_notebook_shows() -> None:
+    def report() -> None:
+        for i in range(550):
+            print("layer", i)
+
+    lines = Lines()
+    with contextlib.redirect_stdout(lines), zrpc.start_mesh(2):  # type: ignore[type-var]
+        zrpc.rpc_sync("worker0", report)
+    assert lines.text.splitlines() == [f"[worker0] layer {i}" for i in range(550)]
+
+
 def test_nothing_is_left_after_the_end() -> None:
     with no_leaks():
         with zrpc.start_mesh(1, max_restarts=1) as mesh:

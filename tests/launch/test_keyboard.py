@@ -32,11 +32,15 @@ READS = """
 """
 LINE = "input()"
 TO_THE_END = "sys.stdin.read()"
+DESCRIPTOR = "os.read(0, 100).decode().rstrip()"
 WAYS = {
     "input": LINE,
-    "descriptor": "os.read(0, 100).decode().rstrip()",
+    "descriptor": DESCRIPTOR,
     "device": "open('/dev/stdin').readline().rstrip()",
     "select": "select.select([sys.stdin], [], []) and sys.stdin.readline().rstrip()",
+    "select of a descriptor": f"select.select([0], [], []) and {DESCRIPTOR}",
+    "poll": f"(p := select.poll()).register(0, select.POLLIN) or p.poll() and {DESCRIPTOR}",
+    "epoll": f"(p := select.epoll()).register(0, select.EPOLLIN) or p.poll() and {DESCRIPTOR}",
     "child": "subprocess.run(['head', '-n1'], stdout=-1, text=True).stdout.rstrip()",
 }
 
@@ -115,6 +119,18 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
     shell.type("fg\n")
     shell.read_until("reads.py 'input()' 1\r\n")
     shell.answer("for the worker")
+    shell.exit()
+
+
+def test_a_launch_that_began_while_the_shell_edited_a_line_reads_lines(shell: Shell) -> None:
+    """The shell's line editor sets the terminal as stty does here."""
+    shell.type("stty -icanon -echo -icrnl\n")
+    shell.launch(TO_THE_END, after="&")
+    shell.read_until("a worker reads the terminal; it waits until you continue this by fg\r\n")
+    shell.type("stty icanon echo icrnl; fg\n")
+    shell.read_until("reads.py 'sys.stdin.read()' 1\r\n")
+    shell.type("one\n\x04")
+    shell.read_until("[0] got 'one\\n'\r\n")
     shell.exit()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import gc
 import os
 import signal
@@ -90,20 +91,33 @@ def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.system
-def test_a_missing_directory(tmp_path: Path) -> None:
-    # In a process of its own, which can be killed: torch's FileStore would retry for minutes.
-    connect = Task.function(
-        "zrpc.membership.store:connect_store", "file:///is/missing/store", 0, 1, 0.5
-    )
+@pytest.mark.parametrize("size", [1, None])
+@pytest.mark.parametrize(
+    ("file", "told"),
+    [
+        ("/is/missing/store", "found none: make /is/missing"),
+        ("dangling", "No such file or directory"),
+        ("locked", "within 0.5 s, found it locked by another program"),
+    ],
+)
+def test_a_file_that_cannot_be_opened_or_locked(
+    tmp_path: Path, file: str, told: str, size: int | None
+) -> None:
+    (tmp_path / "dangling").symlink_to("/is/missing/store")
+    # In a process of its own, which can be killed: torch's FileStore would retry for minutes, and
+    # let no other thread run.
+    url = f"file://{tmp_path / file}"
+    connect = Task.function("zrpc.membership.store:connect_store", url, 0, size, 0.5)
     output = tmp_path / "output"
-    with output.open("wb") as stream:
+    with output.open("wb") as stream, (tmp_path / "locked").open("wb") as locked:
+        fcntl.flock(locked, fcntl.LOCK_EX)
         pid = warm_server().spawn(connect, stderr=stream.fileno())
-    try:
-        assert warm_server().wait(pid, 2 * SOON) == 1
-    finally:
-        warm_server().send_signal(pid, signal.SIGKILL)
+        try:
+            assert warm_server().wait(pid, 2 * SOON) == 1
+        finally:
+            warm_server().send_signal(pid, signal.SIGKILL)
     assert "RendezvousError" in output.read_text()
-    assert "/is/missing" in output.read_text()
+    assert told in output.read_text()
 
 
 # -- where it listens ----------------------------------------------------------------------

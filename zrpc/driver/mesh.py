@@ -24,6 +24,7 @@ from zrpc.membership.store import connect_store
 from zrpc.options import ZmqRpcBackendOptions
 from zrpc.runtime.forks import free_in_child
 
+_RPC_TIMEOUT = "ZRPC_RPC_TIMEOUT"
 # Held by start_mesh: one mesh at a time.
 _start_lock = free_in_child(threading.Lock())
 # Keeps the mesh that this process has started: without a variable it would otherwise end at once.
@@ -53,7 +54,8 @@ def start_mesh(
             ``{"learner": 1, "rollout": 4}`` starts ``learner0`` and ``rollout0`` to ``rollout3``,
             with ranks in this order. A worker finds its role in ``ZRPC_ROLE``. This process is
             ``driver``, with the last rank.
-        env: variables for the workers, in addition to this process's.
+        env: variables for the workers, in addition to this process's. ``ZRPC_RPC_TIMEOUT`` is
+            refused beside ``rpc_backend_options``, which have a timeout already.
         max_restarts: how often each worker is started again if its process exits. It joins under
             the same name and rank, as the next incarnation.
         rpc_backend_options: for the workers and the driver. ``init_method`` is ignored.
@@ -79,13 +81,17 @@ def start_mesh(
     roles = _roles(workers)
     if isinstance(max_restarts, bool) or max_restarts < 0:
         raise ValueError(f"expected 0 or more restarts, but got {max_restarts}")
-    options = rpc_backend_options or ZmqRpcBackendOptions()
+    if rpc_backend_options is not None and _RPC_TIMEOUT in (env or {}):
+        raise ValueError(
+            f"expected {_RPC_TIMEOUT} in env, or rpc_backend_options, but got both: these have a "
+            "timeout already, so pass it as their rpc_timeout"
+        )
     with _start_lock:
         _check_free()
         check_interpreter()
         processes = WorkerProcesses(roles, env or {}, max_restarts)
         try:
-            place = processes.start(options)
+            place = processes.start(rpc_backend_options)
             with launching(processes.directory):
                 agent = place.join_as_driver()
         except BaseException:

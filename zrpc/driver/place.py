@@ -28,7 +28,8 @@ class MeetingPlace:
         num_workers: how many there are besides the driver, which has the last rank; None if they
             come and go.
         secret: the mesh's own; None for that of the environment.
-        options: for all members; their ``init_method`` doesn't count.
+        options: for all members; their ``init_method`` doesn't count. None for the default ones,
+            which each member takes from its own environment.
         restarts: whether workers may be started again.
         sockets: the directory for Unix sockets, if the driver has made one.
     """
@@ -36,7 +37,7 @@ class MeetingPlace:
     init_method: str
     num_workers: int | None
     secret: str | None
-    options: ZmqRpcBackendOptions
+    options: ZmqRpcBackendOptions | None
     restarts: bool = False
     sockets: Path | None = None
 
@@ -57,7 +58,8 @@ class MeetingPlace:
         Raises:
             RendezvousError: the members do not meet in time.
         """
-        timeout = self.options.init_timeout
+        options = self.options or ZmqRpcBackendOptions()
+        timeout = options.init_timeout
         size = None if self.num_workers is None else self.num_workers + 1
         store = store or connect_store(self.init_method, rank, size, timeout)
         store.set_timeout(timedelta(seconds=timeout))
@@ -66,7 +68,7 @@ class MeetingPlace:
             rank=rank,
             world_size=size,
             store=store,
-            options=self.options,
+            options=options,
             init_method=self.init_method,
             secret=None if self.secret is None else ClusterSecret(self.secret),
             restarts=restarts if self.restarts else None,

@@ -18,7 +18,7 @@ from zrpc.driver.edited import tell_of_edits
 from zrpc.driver.place import MeetingPlace
 from zrpc.errors import RpcError
 from zrpc.launch import LaunchError, Starter, Task
-from zrpc.launch.line_splitter import LineSplitter, ThrottledSplitter
+from zrpc.launch.line_splitter import LineBudget, LineSplitter, ThrottledSplitter
 from zrpc.launch.output import Output
 from zrpc.launch.port import ReservedPort
 from zrpc.launch.signals import let_act
@@ -34,7 +34,7 @@ _HURRIED_EXIT_SECONDS = 1.0
 _DRAIN_SECONDS = 2.0
 # For killed workers to be dead.
 _KILL_SECONDS = 5.0
-# What a notebook gets in a second of all workers' standard outputs, or of their errors.
+# What a notebook gets in a second of all workers, from their standard outputs and errors.
 _MAX_LINES = 1000
 _MAX_BYTES = 400_000
 _LONG_SECONDS = 86400.0  # a wait that an exit ends
@@ -83,7 +83,7 @@ class WorkerProcesses:
         found = {self._roles[each.rank].name: pid for pid, each in self._workers.copy().items()}
         return MappingProxyType(found)
 
-    def start(self, options: ZmqRpcBackendOptions) -> MeetingPlace:
+    def start(self, options: ZmqRpcBackendOptions | None) -> MeetingPlace:
         """Starts all workers; returns the place where they wait for the driver.
 
         Raises:
@@ -207,7 +207,12 @@ def _splitter_for(workers: int) -> Callable[[], LineSplitter | ThrottledSplitter
     """
     if sys.stdout is sys.__stdout__:
         return LineSplitter
-    return partial(ThrottledSplitter, max(1, _MAX_LINES // workers), _MAX_BYTES // workers)
+    # A half is for whichever worker writes. Each stream has its part of the other half, so that a
+    # flood of one worker hides no other.
+    shared = LineBudget(_MAX_LINES // 2, _MAX_BYTES // 2)
+    streams = 2 * workers
+    own = max(1, _MAX_LINES // 2 // streams), _MAX_BYTES // 2 // streams
+    return partial(ThrottledSplitter, *own, shared)
 
 
 def check_interpreter() -> None:

@@ -14,13 +14,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
 from zrpc.launch import program
 from zrpc.launch.descriptors import move_descriptors
-from zrpc.launch.interpreter import interpreter_options
+from zrpc.launch.interpreter import interpreter_options, python_command
 from zrpc.launch.script import find_program
 from zrpc.launch.signals import SignalState
 from zrpc.launch.task import Task
@@ -29,21 +30,28 @@ from zrpc.launch.terminal_input import RelayedInput
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
+# The arguments are passed on by themselves: one of them alone may have a limit of 128 KB.
+_BECOME = """\
+from zrpc.launch.child import become
+from zrpc.launch.task import Task
+become({}.within(argv=tuple(sys.argv[1:])), startup_modules, False)
+"""
 # The modules of the server whose teardown its children skip, by name.
 _kept: dict[str, ModuleType] = {}
 
 
-def become(task: Task, startup_modules: Collection[str]) -> None:
+def become(task: Task, startup_modules: Collection[str], preloaded: bool = True) -> None:
     """Runs `task` in this process, and returns or raises as in a fresh interpreter.
 
     Standard input, output and error are in place already, as descriptors 0 to 2. Every fresh
-    interpreter has the startup modules.
+    interpreter has the startup modules. ``preloaded`` says whether this one has more than those
+    that this package uses.
     """
     _set_environment(task)
     if task.kind == "program":
         _execute(task)
     if hidden := _hidden_modules(task, startup_modules):
-        _start_over(task, hidden)
+        _start_over(task, hidden, preloaded)
     _open_standard_streams(task)
     _reseed()
     program.run(task)
@@ -66,7 +74,7 @@ def load_task(
     with open(fd, "rb") as file:
         task = pickle.load(file)
     move_descriptors(list(moved), list(moved.values()))
-    return partial(become, task, startup_modules)
+    return partial(become, task, startup_modules, False)
 
 
 def _set_environment(task: Task) -> None:
@@ -122,18 +130,29 @@ def _differs(name: str, directory: str) -> bool:
     return loaded is None or os.path.realpath(loaded) != os.path.realpath(found.origin)
 
 
-def _start_over(task: Task, hidden: list[str]) -> None:
-    """Replaces this process by a fresh interpreter, which imports everything itself."""
-    sys.stderr.write(
-        f"zrpc launch: {', '.join(hidden)} beside the program hides a preloaded module; "
-        "starting without preloaded modules (slower)\n"
-    )
-    sys.stderr.flush()
+def _start_over(task: Task, hidden: list[str], preloaded: bool) -> None:
+    """Replaces this process by a fresh interpreter, which imports everything itself.
+
+    If even a module that this package uses is hidden, the program is run without this package.
+    """
+    found = f"zrpc launch: {', '.join(hidden)} beside the program hides a preloaded module; "
+    if preloaded:
+        _write_note(f"{found}starting without preloaded modules (slower)")
+        # The environment and the folder are set already, and no secret is put on a command line.
+        same = repr(replace(task, argv=(), env=None, cwd=None))
+        os.execv(sys.executable, [*python_command(_BECOME.format(same)), *task.argv])
+    lost = "; its errors open no debugger" if task.on_error else ""
+    _write_note(f"{found}starting without those that zrpc uses{lost}")
     options = interpreter_options()
     if task.line_buffered and "-u" not in options:
         options = [*options, "-u"]
     program_arguments = [task.target] if task.kind == "script" else ["-m", task.target]
     os.execv(sys.executable, [sys.executable, *options, *program_arguments, *task.argv])
+
+
+def _write_note(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def _open_standard_streams(task: Task) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 
 _MAX_LINE_BYTES = 16 << 20  # a longer line is shown in pieces
 _REDRAW_SECONDS = 1.0  # between two states of a progress bar
@@ -260,6 +261,29 @@ class LineSplitter:
 _SECONDS = 1.0
 
 
+class LineBudget:
+    """A number of lines and bytes in each second, which several streams share. Thread-safe."""
+
+    def __init__(self, max_lines: int, max_bytes: int) -> None:
+        self._limits = max_lines, max_bytes
+        self._lock = threading.Lock()  # guards the rest; nothing else is taken while it is held
+        self._ends_at = float("-inf")  # of the present second
+        self._lines = self._bytes = 0
+
+    def take(self, size: int, now: float) -> bool:
+        """Takes a line of a size, unless there is no room for it in this second."""
+        with self._lock:
+            if now >= self._ends_at:
+                self._ends_at = now + _SECONDS
+                self._lines = self._bytes = 0
+            max_lines, max_bytes = self._limits
+            if self._lines >= max_lines or self._bytes + size > max_bytes:
+                return False
+            self._lines += 1
+            self._bytes += size
+            return True
+
+
 class ThrottledSplitter:
     r"""A `LineSplitter` that returns a limited number of lines in each second.
 
@@ -268,6 +292,7 @@ class ThrottledSplitter:
     Args:
         max_lines: the limit.
         max_bytes: the limit of all lines in a second. One line passes in any case.
+        shared: what lines above these limits are taken from.
 
     Example:
         >>> splitter = ThrottledSplitter(max_lines=1, max_bytes=100)
@@ -275,8 +300,9 @@ class ThrottledSplitter:
         ([b'one'], [b'... 2 lines left out'])
     """
 
-    def __init__(self, max_lines: int, max_bytes: int) -> None:
+    def __init__(self, max_lines: int, max_bytes: int, shared: LineBudget | None = None) -> None:
         self._limits = max_lines, max_bytes
+        self._shared = shared
         self._splitter = LineSplitter()
         self._ends_at = float("-inf")  # of the present second
         self._lines = self._bytes = self._left_out = 0
@@ -310,12 +336,14 @@ class ThrottledSplitter:
         max_lines, max_bytes = self._limits
         for line in lines:
             fits = self._lines < max_lines and self._bytes + len(line) <= max_bytes
-            if self._left_out or not (fits or not self._lines):
+            if not self._left_out and (fits or not self._lines):
+                self._lines += 1
+                self._bytes += len(line)
+                found.append(line)
+            elif not self._left_out and self._shared and self._shared.take(len(line), now):
+                found.append(line)
+            else:
                 self._left_out += 1
-                continue
-            self._lines += 1
-            self._bytes += len(line)
-            found.append(line)
         return found
 
     def _count(self) -> list[bytes]:

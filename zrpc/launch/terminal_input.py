@@ -6,7 +6,8 @@ shell or for another program. So the worker gets a pseudo-terminal, and the laun
 
 It reads only once the worker wants input. Otherwise what is typed stays with the terminal, for the
 shell that comes after the launch. A worker wants input if its program uses ``sys.stdin`` (see
-`RelayedInput`), or if one of its processes is found waiting to read that pseudo-terminal.
+`RelayedInput`), or if one of its processes is found waiting for that pseudo-terminal: in read,
+select, poll or epoll.
 
 If the program switches off the echo of its terminal, as getpass does, or reads single characters,
 the launcher's terminal is set to the same, and back in time.
@@ -18,22 +19,23 @@ import contextlib
 import fcntl
 import io
 import os
-import platform
 import select
 import termios
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from zrpc.launch.awaited_descriptors import awaited_descriptors
+
 _STDIN = 0
-_FLAGS = 3  # of what tcgetattr returns: the local modes
+_INPUT_FLAGS = 0  # of what tcgetattr returns
+_FLAGS = 3  # the local modes
 _CHARACTERS = 6
 _MIRRORED = termios.ECHO | termios.ECHONL | termios.ICANON
 _MIRROR_SECONDS = 0.1  # faster than somebody types after a prompt
 _BACKGROUND_SECONDS = 0.5  # `fg` of a running job sends no signal
 _UNWANTED_SECONDS = 0.2  # until a worker that did not want input is looked at again
 _DEV_TTY = os.makedev(5, 0)
-_READ_CALLS = {"x86_64": "0", "aarch64": "63"}  # the number of the system call
 
 
 class Keyboard:
@@ -156,6 +158,9 @@ class _TerminalInput(Keyboard):
         self._thread = threading.Thread(target=self._relay, name="zrpc-input", daemon=True)
         modes = termios.tcgetattr(self._terminal)
         modes[_FLAGS] &= ~termios.ISIG  # Ctrl-C is for the launcher
+        if not self._has_terminal():  # the modes may be those of the shell, as it edits a line
+            modes[_INPUT_FLAGS] |= termios.ICRNL
+            modes[_FLAGS] |= termios.ICANON | termios.ECHO
         termios.tcsetattr(self.fd, termios.TCSANOW, modes)
         self.resize()
 
@@ -290,8 +295,8 @@ class _TerminalInput(Keyboard):
         return False
 
     def _is_read_by(self, thread: str) -> bool:
-        with open(f"{thread}/syscall") as file:
-            call = file.read().split()  # its number and its arguments, or one word
-        if len(call) < 2 or call[0] != _READ_CALLS.get(platform.machine()):
-            return False
-        return os.readlink(f"{thread}/fd/{int(call[1], 16)}") == self._name
+        for fd in awaited_descriptors(thread):
+            with contextlib.suppress(OSError):  # it is closed
+                if os.readlink(f"{thread}/fd/{fd}") == self._name:
+                    return True
+        return False

@@ -6,6 +6,7 @@ It is a ``torch.distributed.Store``, whose kind the ``init_method`` selects.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import logging
 import os
@@ -19,7 +20,7 @@ from torch.distributed import FileStore, HashStore, Store, TCPStore, rendezvous
 
 from zrpc.errors import RendezvousError
 from zrpc.membership.init_method import agent_store, master, own_settings, private_file
-from zrpc.membership.store_request import ask
+from zrpc.membership.store_request import ask, wait_for
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ def connect_store(
             address = master(init_method)
             file = private_file(init_method, address, world_size)
             if file is not None and world_size is not None:
-                return FileStore(file, world_size)
+                return _file_store(file, world_size, deadline, timeout)
             hosts = rank == 0 and not agent_store(address)
             if hosts and world_size is None:
                 hosts = not _listens(address, timeout)
@@ -67,10 +68,8 @@ def connect_store(
                 ) from error
         if parts.scheme == "file":
             _check_directory(parts.path)
-            # torch takes rank and size from its arguments or from here, but not from both.
-            init_method = parts._replace(query="").geturl()
-            if world_size is None:
-                return FileStore(parts.path, -1)
+            size = -1 if world_size is None else world_size
+            return _file_store(parts.path, size, deadline, timeout)
         if rank is None or world_size is None:
             raise RendezvousError(
                 "expected env://, tcp://host:port or file:///path as the init_method of an elastic "
@@ -91,8 +90,32 @@ def connect_store(
         ) from error
 
 
+def _file_store(path: str, world_size: int, deadline: float, timeout: float) -> Store:
+    """Opens the store in a file, once that can be opened and locked.
+
+    FileStore would wait for either without limit. It keeps the interpreter's lock meanwhile, so
+    that no other thread could end that wait.
+    """
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if not wait_for(functools.partial(_locks, file), deadline):
+            raise RendezvousError(
+                f"expected the file {path}, in which the workers meet, to be free within "
+                f"{timeout:g} s, found it locked by another program: end that, or name another file"
+            )
+    finally:
+        os.close(file)  # and unlocks it
+    return FileStore(path, world_size)
+
+
+def _locks(file: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def _check_directory(path: str) -> None:
-    # FileStore would retry to open the file for minutes.
     directory = os.path.dirname(path) or "/"
     if not os.access(directory, os.W_OK | os.X_OK):
         raise RendezvousError(

@@ -20,7 +20,7 @@ from tests.support.waiting import until
 from tests.support.warm import warm_commands
 from zrpc.errors import OptionError
 from zrpc.launch.port import ReservedPort
-from zrpc.services.metrics.service import metrics_address
+from zrpc.services.metrics.address import metrics_address
 from zrpc.testing import Mesh
 
 ROOT = Path(__file__).parents[3]

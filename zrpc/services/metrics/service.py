@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -14,15 +13,13 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
 from zrpc.errors import OptionError
 from zrpc.membership.init_method import own_variable
+from zrpc.services.metrics.address import METRICS_PORT, metrics_address
 
 if TYPE_CHECKING:
     from wsgiref.simple_server import WSGIServer
 
 logger = logging.getLogger(__name__)
 
-METRICS_PORT = "ZRPC_METRICS_PORT"
-_LOOPBACK = "127.0.0.1"
-_MAX_PORT = 65535
 _JOIN_SECONDS = 5.0
 
 
@@ -68,27 +65,3 @@ class MetricsService(Service):
             server.shutdown()
             server.server_close()
             thread.join(_JOIN_SECONDS)
-
-
-def metrics_address(env: Mapping[str, str], rank: int) -> tuple[str, int] | None:
-    """Returns the address and the port for a worker's page; None if it isn't asked for.
-
-    The variable has the form ``PORT`` or ``ADDRESS:PORT``. To the port ``LOCAL_RANK`` is added, or
-    if that isn't set the rank, so that each worker of a host has a port of its own.
-
-    Raises:
-        OptionError: the variable has another form, or the sum is no port.
-    """
-    text = env.get(METRICS_PORT)
-    if not text:
-        return None
-    address, _, number = text.rpartition(":")
-    local_rank = env.get("LOCAL_RANK", "")
-    if number.isdecimal():
-        port = int(number) + (int(local_rank) if local_rank.isdecimal() else rank)
-        if int(number) > 0 and port <= _MAX_PORT:
-            return address.strip("[]") or _LOOPBACK, port
-    raise OptionError(
-        f"expected PORT or ADDRESS:PORT in {METRICS_PORT}, with a port for each worker between 1 "
-        f"and {_MAX_PORT}, but got {text!r} on the worker with rank {rank}"
-    )

@@ -192,7 +192,8 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
     """Writes the traces that workers left in a directory as one file.
 
     Returns:
-        Their number, and which of them are not whole, and why.
+        The number of workers, and which of the traces are not whole, and why. A worker that was
+        restarted has left several.
 
     Raises:
         OSError: a file can't be read or written.
@@ -209,7 +210,7 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
         if each.suffix == RUNNING
     ]
     _write(path, sorted(found.values(), key=lambda trace: trace.member), cut)
-    return len(found), cut
+    return len({trace.rank for trace in found.values()}), cut
 
 
 def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> None:
