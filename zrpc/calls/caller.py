@@ -453,7 +453,7 @@ class Caller:
             self.calls.settle(answer.call_id, answer)
 
     def _settle_with_receipt(self, answer: Message, receipt: Callable[[bool], None]) -> None:
-        """Has the owner of the value told whether it is taken; Ctrl-C may come before that."""
+        """Tells the owner of the value whether it is taken, also if Ctrl-C comes before that."""
         call = self.calls.get(answer.call_id)
         if call is not None and call.follower is None:
             call.taking = Taking(1)  # of the thread that waits in `call`

@@ -17,7 +17,7 @@ _MAX_COUNT = 65536  # more are no sensible arguments
 
 
 def awaited_descriptors(thread: str) -> list[int]:
-    """Returns the descriptors that a thread waits for; none if it runs, or waits otherwise.
+    """Returns the descriptors that a thread waits for; none if it runs, or waits in another way.
 
     Args:
         thread: its directory in ``/proc``.
@@ -46,7 +46,7 @@ def awaited_descriptors(thread: str) -> list[int]:
 
 
 def _memory(thread: str, address: int, size: int) -> bytes:
-    """Returns a piece of its memory, which whoever may read `syscall` may read too."""
+    """Returns a piece of its memory; the right to read `syscall` is also that to read this."""
     with open(f"{thread}/mem", "rb", buffering=0) as file:
         data = os.pread(file.fileno(), size, address)
     return data if len(data) == size else b""
