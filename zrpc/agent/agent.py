@@ -155,7 +155,7 @@ class Agent:
         self.dispatcher = Dispatcher(
             self.membership,
             self.callee,
-            self.caller,
+            self.caller.unread,
             lambda *outsider: self.peers.on_outsider(*outsider),
             self._on_messages_lost,
             self._on_unhandled,
@@ -178,7 +178,7 @@ class Agent:
         self.dispatcher.register(Kind.CANCEL, self.callee.on_cancel)
         self.dispatcher.register(Kind.RESULT, self.caller.on_answer)
         self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
-        self.dispatcher.register_extension(Tag.UNREAD, self.caller.on_unread)
+        self.dispatcher.register_extension(Tag.UNREAD, self.caller.unread.on_unread)
         self.dispatcher.register_extension(Tag.UNCALLED, lambda *_: None)
         self.dispatcher.register_extension(Tag.HOPS, read_hops)
         self.dispatcher.register(

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from time import monotonic
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import zmq
 from torch.autograd import profiler
 from typing_extensions import Unpack
 
-from zrpc.calls.asyncio_future import Taking
+from zrpc.calls.answers import Receiver, UnreadAnswers, settle_with_receipt
 from zrpc.calls.call_options import CallOptions, Order
 from zrpc.calls.callees import Callees
 from zrpc.calls.cancel_scope import current_scope
@@ -40,7 +40,6 @@ from zrpc.calls.recorder import Recorder
 from zrpc.calls.unmapped import name_argument
 from zrpc.constants import UNSET_RPC_TIMEOUT
 from zrpc.errors import (
-    ProtocolError,
     RpcError,
     WorkerDied,
     deadline_passed,
@@ -53,7 +52,6 @@ from zrpc.options import ZmqRpcBackendOptions, call_timeout
 from zrpc.runtime import garbage_collector
 from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import hold_interrupts, release_interrupts, uninterrupted
-from zrpc.runtime.resource_limits import advice
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 from zrpc.wire.devices import DeviceMap
 from zrpc.wire.kind import METERED, Kind, Tag
@@ -63,22 +61,6 @@ T = TypeVar("T")
 
 # Looked up once, since each call needs them: an enum takes longer for that than a module.
 _QUEUED, _SENDING, _REMOTE, _ERROR = State.QUEUED, State.SENDING, Kind.REMOTE, Kind.ERROR
-
-
-class Receiver(Protocol):
-    """What receives the answers; see `zrpc.agent.receiver`."""
-
-    def receive(self, gate: threading.Lock, timeout: float) -> None:
-        """Receives until a gate opens, in the thread that waits for it, if that is possible."""
-
-    def hurry(self) -> None:
-        """Lets the I/O thread receive at once, for a thread that waits and does not receive."""
-
-    def complete(self, job: Callable[[], None]) -> None:
-        """Completes a future that no thread waits for, by a job."""
-
-    def in_next_turn(self, errand: Callable[[], object]) -> None:
-        """Runs a job in the I/O thread soon. Takes no locks."""
 
 
 @dataclass(eq=False)
@@ -91,7 +73,7 @@ class Caller:
         submit_job: has a call sent by another thread.
 
     Attributes:
-        calls: those that wait for answers.
+        calls, unread: those that wait for answers; what fails those whose answers can't be read.
         complete, in_next_turn: see `Receiver`.
         rpc_timeout: the default timeout of a call, in seconds; 0 means none.
         recorder: records the calls while a trace is on; else None.
@@ -111,6 +93,7 @@ class Caller:
         self.complete, self.in_next_turn = self._receiver.complete, self._receiver.in_next_turn
         limit = self._options.max_bytes_in_flight
         self.calls = PendingCalls(self._callees, limit, self.in_next_turn)
+        self.unread = UnreadAnswers(self.calls)
         self.rpc_timeout = self._options.rpc_timeout
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
@@ -443,46 +426,14 @@ class Caller:
             raise error_in(outcome)
         return None if outcome.body == NONE else self._codec.unpack(outcome)
 
-    # -- what comes instead of the answer, or on the way -----------------------------------
+    # -- the answer ------------------------------------------------------------------------
 
     def on_answer(self, answer: Message) -> None:
         """Gives an answer to the call that waits for it, if there is one. In the I/O thread."""
         if answer.attachments and (receipt := answer.attachments.get(Tag.RECEIPT)):
-            self._settle_with_receipt(answer, receipt)
+            settle_with_receipt(self.calls, answer, receipt)
         else:
             self.calls.settle(answer.call_id, answer)
-
-    def _settle_with_receipt(self, answer: Message, receipt: Callable[[bool], None]) -> None:
-        """Tells the owner of the value whether it is taken, also if Ctrl-C comes before that."""
-        call = self.calls.get(answer.call_id)
-        if call is not None and call.follower is None:
-            call.taking = Taking(1)  # of the thread that waits in `call`
-        call = self.calls.settle(answer.call_id, answer)
-        if call is None or call.taking is None:
-            receipt(call is not None)
-        else:
-            call.taking.ask(receipt)
-
-    def on_unreadable(self, answer: Message, error: Exception) -> None:
-        """Fails the call of an answer that can't be read. In the I/O thread."""
-        call = self.calls.get(answer.call_id)
-        if call is None:
-            return
-        hint = advice(error)
-        why = f"{error}; {hint}" if hint else error
-        outcome = ProtocolError(f"the answer can't be read: {why}")
-        outcome.executed = True
-        call.fail(outcome)
-
-    def on_lost(self, answer: Message, error: Exception) -> None:
-        """Fails the call of an answer if only its header has come. In the I/O thread."""
-        self.calls.settle(answer.call_id, error)
-
-    def on_unread(self, answer: Message, _data: bytes) -> None:
-        """Undoes what was done for the message of a call: the callee has read nothing of it."""
-        call = self.calls.get(answer.call_id)
-        if call is not None:
-            call.take_back()
 
     def describe(self, call: PendingCall) -> str:
         """Returns what a call that a future stands for is of, and to which worker."""
