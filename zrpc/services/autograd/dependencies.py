@@ -8,7 +8,7 @@ begins a pass puts these parts together (`UsedTensors`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from math import inf
 from operator import or_
@@ -89,14 +89,19 @@ class Tracer:
     def reach(self, tensor: torch.Tensor) -> int:
         """Returns what a tensor was computed from, as a set."""
         node = tensor.grad_fn
-        if node is None:
-            return 0
+        return 0 if node is None else self.reach_of([(node, tensor.output_nr)])[0]
+
+    def reach_of(self, edges: Iterable[tuple[Any, int]]) -> list[int]:
+        """Returns the same for nodes, each with the number of the tensor among its outputs."""
         with self._lock:
-            if node.__class__ is RECEIVE_NODE:
-                return self._output_of(node, tensor.output_nr)
-            if node not in self._sets:
-                self._walk(node)
-            return self._sets[node]
+            return [self._reach(node, output) for node, output in edges]
+
+    def _reach(self, node: Any, output: int) -> int:
+        if node.__class__ is RECEIVE_NODE:
+            return self._output_of(node, output)
+        if node not in self._sets:
+            self._walk(node)
+        return self._sets[node]
 
     def forget(self) -> None:
         """Drops the nodes, which a pass may free; a later walk goes over them again."""
@@ -213,23 +218,28 @@ class UsedTensors:
     def _mark(self, member: MemberId, found: int) -> None:
         """Marks tensors as used that a worker has received."""
         new = found & ~self._used[member]
-        self._used[member] |= new
-        for bit in _bits_of(new):
-            tensor = self._sources[member].arrived[bit]
-            self.received.setdefault(member, set()).add(tensor[:2])
-            self._unresolved.append((tensor, member))
+        if new:
+            self._used[member] |= new
+            arrived = self._sources[member].arrived
+            tensors = [arrived[bit] for bit in _bits_of(new)]
+            self.received.setdefault(member, set()).update([tensor[:2] for tensor in tensors])
+            self._unresolved += [(tensor, member) for tensor in tensors]
 
     def _resolve(self) -> None:
         waiting = []
         while self._unresolved:
-            tensor, receiver = self._unresolved.pop()
-            found = self._sources_of(tensor)
-            if found is None:
-                waiting.append((tensor, receiver))
-                continue
-            sender, send_id, place = tensor
-            self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
-            self._mark(sender, found)
+            unresolved, self._unresolved = self._unresolved, []
+            used: defaultdict[MemberId, int] = defaultdict(int)
+            for tensor, receiver in unresolved:
+                found = self._sources_of(tensor)
+                if found is None:
+                    waiting.append((tensor, receiver))
+                    continue
+                sender, send_id, place = tensor
+                self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
+                used[sender] |= found
+            for sender, found in used.items():
+                self._mark(sender, found)
         self._unresolved = waiting
 
     def _sources_of(self, tensor: Arrived) -> int | None:
@@ -248,11 +258,11 @@ class UsedTensors:
 
 
 def _bits_of(number: int) -> list[int]:
-    bits = []
-    while number:
-        lowest = number & -number
-        bits.append(lowest.bit_length() - 1)
-        number ^= lowest
+    digits, bits = bin(number)[:1:-1], []
+    bit = digits.find("1")
+    while bit >= 0:
+        bits.append(bit)
+        bit = digits.find("1", bit + 1)
     return bits
 
 
