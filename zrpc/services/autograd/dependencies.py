@@ -93,15 +93,16 @@ class Tracer:
 
     def reach_of(self, edges: Iterable[tuple[Any, int]]) -> list[int]:
         """Returns the same for nodes, each with the number of the tensor among its outputs."""
+        found = []
         with self._lock:
-            return [self._reach(node, output) for node, output in edges]
-
-    def _reach(self, node: Any, output: int) -> int:
-        if node.__class__ is RECEIVE_NODE:
-            return self._output_of(node, output)
-        if node not in self._sets:
-            self._walk(node)
-        return self._sets[node]
+            for node, output in edges:
+                if node.__class__ is RECEIVE_NODE:
+                    found.append(self._output_of(node, output))
+                    continue
+                if node not in self._sets:
+                    self._walk(node)
+                found.append(self._sets[node])
+        return found
 
     def forget(self) -> None:
         """Drops the nodes, which a pass may free; a later walk goes over them again."""
@@ -221,15 +222,17 @@ class UsedTensors:
         if new:
             self._used[member] |= new
             arrived = self._sources[member].arrived
-            tensors = [arrived[bit] for bit in _bits_of(new)]
-            self.received.setdefault(member, set()).update([tensor[:2] for tensor in tensors])
-            self._unresolved += [(tensor, member) for tensor in tensors]
+            received = self.received.setdefault(member, set())
+            for bit in _bits_of(new):
+                tensor = arrived[bit]
+                received.add(tensor[:2])
+                self._unresolved.append((tensor, member))
 
     def _resolve(self) -> None:
         waiting = []
         while self._unresolved:
             unresolved, self._unresolved = self._unresolved, []
-            used: defaultdict[MemberId, int] = defaultdict(int)
+            used: dict[MemberId, int] = {}
             for tensor, receiver in unresolved:
                 found = self._sources_of(tensor)
                 if found is None:
@@ -237,7 +240,7 @@ class UsedTensors:
                     continue
                 sender, send_id, place = tensor
                 self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
-                used[sender] |= found
+                used[sender] = used.get(sender, 0) | found
             for sender, found in used.items():
                 self._mark(sender, found)
         self._unresolved = waiting
@@ -258,11 +261,14 @@ class UsedTensors:
 
 
 def _bits_of(number: int) -> list[int]:
-    digits, bits = bin(number)[:1:-1], []
-    bit = digits.find("1")
-    while bit >= 0:
-        bits.append(bit)
-        bit = digits.find("1", bit + 1)
+    if number.bit_count() << 4 > number.bit_length():  # many: one by one would take longer
+        digits = bin(number)[:1:-1]
+        return [bit for bit, digit in enumerate(digits) if digit == "1"]
+    bits = []
+    while number:
+        lowest = number & -number
+        bits.append(lowest.bit_length() - 1)
+        number ^= lowest
     return bits
 
 

@@ -164,11 +164,12 @@ class Send(_Node):
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
         """Returns the gradients that the receiver has sent back, on the devices of the tensors."""
         sent = _current_run().gradients_of(ctx.send_id)
-        gradients = [sent[index] if sent else None for index, _ in ctx.places]
-        for i, (_, device) in enumerate(ctx.places):
-            gradient = gradients[i]
+        gradients = []
+        for index, device in ctx.places:
+            gradient = sent[index] if sent else None
             if gradient is not None and gradient.device != device:
-                gradients[i] = to_device(gradient, str(device))
+                gradient = to_device(gradient, str(device))
+            gradients.append(gradient)
         return None, None, *gradients
 
 
