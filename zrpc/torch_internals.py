@@ -100,7 +100,7 @@ def storage_uses(storage: torch.UntypedStorage) -> int:
 
 @contextmanager
 def saved_without_memory(data: torch.Tensor) -> Iterator[None]:
-    """Has what nodes save in a ``with`` block be ``data`` later, with its place in the graph.
+    """Replaces what nodes save in a ``with`` block by ``data``, with the same place in the graph.
 
     Only private names permit that while a program has disabled hooks of saved tensors.
     """

@@ -157,11 +157,10 @@ class GradLock:
             for lock in _held.values()
         ):
             return False
+        own = self._leaves.keys()
         for step in waiting:
             if step is self:
                 return False
-            if Use.RUN not in step._others()[1] and not self._leaves.keys().isdisjoint(
-                step._leaves
-            ):
+            if Use.RUN not in step._others()[1] and not own.isdisjoint(step._leaves):
                 return True
         return False
