@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from zrpc.torch_internals import (
     rank_last,
     rank_second_last,
     run_backward,
+    saved_without_memory,
     sequence_number,
     storage_uses,
     tensor_uses,
@@ -145,6 +147,20 @@ def test_tensor_uses_and_storage_uses(leaf: torch.Tensor) -> None:
     after = tensor_uses(alone), storage_uses(alone.untyped_storage())
     assert view is not None
     assert all(more > fewer for more, fewer in zip(after, before, strict=True))
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_saved_without_memory(leaf: torch.Tensor, disabled: bool) -> None:
+    data, factor = torch.zeros(1), leaf * 1
+    with (
+        torch.autograd.graph.disable_saved_tensors_hooks("no") if disabled else nullcontext(),
+        saved_without_memory(data),
+    ):
+        node: Any = (factor * factor).grad_fn
+    assert node._saved_self.grad_fn is factor.grad_fn
+    assert node._saved_self.data_ptr() == data.data_ptr()
+    after: Any = (factor * factor).grad_fn
+    assert after._saved_self is factor
 
 
 def test_hooks_of_leaf(leaf: torch.Tensor) -> None:

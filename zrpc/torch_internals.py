@@ -8,7 +8,8 @@ changed.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any, Generic, TypeVar
 
@@ -95,6 +96,26 @@ _memory_uses: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lam
 def storage_uses(storage: torch.UntypedStorage) -> int:
     """Returns the number of owners that a tensor's memory has in C++."""
     return _memory_uses(storage._cdata)
+
+
+@contextmanager
+def saved_without_memory(data: torch.Tensor) -> Iterator[None]:
+    """Replaces what nodes save in a ``with`` block by ``data``, with the same place in the graph.
+
+    Only private names permit that while a program has disabled hooks of saved tensors.
+    """
+    disabled = _autograd._saved_tensors_hooks_get_disabled_error_message()
+    if disabled is not None:
+        _autograd._saved_tensors_hooks_enable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, lambda _: data):
+            yield
+    finally:
+        if disabled is not None:
+            _autograd._saved_tensors_hooks_disable(disabled)
+
+
+_autograd: Any = torch._C._autograd
 
 
 def hooks_of_leaf(leaf: torch.Tensor) -> tuple[Hooks | None, Hooks | None]:

@@ -110,10 +110,10 @@ def failed() -> None:
 
 def in_context() -> None:
     with rpc.autograd.context() as context_id:
-        leaf = torch.ones(2, requires_grad=True)
-        loss = rpc.rpc_sync(1, torch.mul, (leaf, 3)).sum()
+        leaf, factor = (torch.full((2,), n, requires_grad=True) for n in (1.0, 3.0))
+        loss = rpc.rpc_sync(1, torch.mul, (leaf * factor, factor)).sum()
         rpc.autograd.backward(context_id, [loss])
-        assert rpc.autograd.get_gradients(context_id)[leaf].tolist() == [3.0, 3.0]
+        assert rpc.autograd.get_gradients(context_id)[leaf].tolist() == [9.0, 9.0]
 
 
 def numbers(n: int) -> Iterator[int]:

@@ -63,7 +63,7 @@ def begin_of(tensor: torch.Tensor) -> int:
 
 def end_of(tensor: torch.Tensor) -> int:
     """Returns which byte of its storage follows the tensor's last element."""
-    return begin_of(tensor) + extent_of(tensor) * tensor.element_size()
+    return (int(tensor.storage_offset()) + extent_of(tensor)) * tensor.element_size()
 
 
 def window(start: int, size: int, owner: Any) -> ctypes.Array[ctypes.c_char]:

@@ -299,7 +299,11 @@ def _whole_row(
     number = PLAIN_NUMBERS.get(tensor.dtype)
     if number is None or not tensor.is_contiguous():
         return None
-    storage = _storage_row([tensor], begin_of(tensor), target, buffers)
+    storage: StorageRow
+    if tensor.is_cpu and target == CPU:  # as `_storage_row`, in half the time
+        storage = _bytes_of(tensor.data_ptr(), tensor.nbytes, tensor, buffers)
+    else:
+        storage = _storage_row([tensor], begin_of(tensor), target, buffers)
     return number, tuple(tensor.shape), storage, flags
 
 

@@ -36,6 +36,7 @@ from tests.support.identity import here
 from tests.support.waiting import SOON
 from zrpc.agent.current import find_agent
 from zrpc.testing import Mesh
+from zrpc.torch_internals import storage_uses, tensor_uses
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
@@ -311,6 +312,28 @@ def test_branches_in_one_message_with_what_is_used_are_not_run(mesh: Mesh) -> No
         return call("worker1", there, x)[1].sum()
 
     assert_as_local(mesh, model, LEAVES)
+
+
+def test_tensors_of_one_message_can_have_passes_of_their_own(caller: Mesh) -> None:
+    leaves = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(4)]
+    with dist_autograd.context() as context_id:
+        results = call("worker1", lambda xs: [x.pow(2) for x in xs], [x.sin() for x in leaves])
+        for used in ([2], [0, 3], [1]):
+            dist_autograd.backward(context_id, [torch.stack([results[i] for i in used]).sum()])
+        found = dist_autograd.get_gradients(context_id)
+    for x in leaves:
+        torch.testing.assert_close(found[x], (2 * x.sin() * x.cos()).detach())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_context_keeps_no_memory_of_tensors_that_were_sent(caller: Mesh, count: int) -> None:
+    x = torch.ones(2, requires_grad=True)
+    sums = [x + i for i in range(count)]
+    before = [(tensor_uses(each), storage_uses(each.untyped_storage())) for each in sums]
+    with dist_autograd.context():
+        call("worker1", len, sums)
+        after = [(tensor_uses(each), storage_uses(each.untyped_storage())) for each in sums]
+    assert after == before
 
 
 # The roots of a pass: those that are refused, and RRefs.

@@ -8,7 +8,7 @@ begins a pass puts these parts together (`UsedTensors`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import reduce
 from math import inf
 from operator import or_
@@ -89,14 +89,20 @@ class Tracer:
     def reach(self, tensor: torch.Tensor) -> int:
         """Returns what a tensor was computed from, as a set."""
         node = tensor.grad_fn
-        if node is None:
-            return 0
+        return 0 if node is None else self.reach_of([(node, tensor.output_nr)])[0]
+
+    def reach_of(self, edges: Iterable[tuple[Any, int]]) -> list[int]:
+        """Returns the same for nodes, each with the number of the tensor among its outputs."""
+        found = []
         with self._lock:
-            if node.__class__ is RECEIVE_NODE:
-                return self._output_of(node, tensor.output_nr)
-            if node not in self._sets:
-                self._walk(node)
-            return self._sets[node]
+            for node, output in edges:
+                if node.__class__ is RECEIVE_NODE:
+                    found.append(self._output_of(node, output))
+                    continue
+                if node not in self._sets:
+                    self._walk(node)
+                found.append(self._sets[node])
+        return found
 
     def forget(self) -> None:
         """Drops the nodes, which a pass may free; a later walk goes over them again."""
@@ -213,23 +219,30 @@ class UsedTensors:
     def _mark(self, member: MemberId, found: int) -> None:
         """Marks tensors as used that a worker has received."""
         new = found & ~self._used[member]
-        self._used[member] |= new
-        for bit in _bits_of(new):
-            tensor = self._sources[member].arrived[bit]
-            self.received.setdefault(member, set()).add(tensor[:2])
-            self._unresolved.append((tensor, member))
+        if new:
+            self._used[member] |= new
+            arrived = self._sources[member].arrived
+            received = self.received.setdefault(member, set())
+            for bit in _bits_of(new):
+                tensor = arrived[bit]
+                received.add(tensor[:2])
+                self._unresolved.append((tensor, member))
 
     def _resolve(self) -> None:
         waiting = []
         while self._unresolved:
-            tensor, receiver = self._unresolved.pop()
-            found = self._sources_of(tensor)
-            if found is None:
-                waiting.append((tensor, receiver))
-                continue
-            sender, send_id, place = tensor
-            self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
-            self._mark(sender, found)
+            unresolved, self._unresolved = self._unresolved, []
+            used: dict[MemberId, int] = {}
+            for tensor, receiver in unresolved:
+                found = self._sources_of(tensor)
+                if found is None:
+                    waiting.append((tensor, receiver))
+                    continue
+                sender, send_id, place = tensor
+                self.sent.setdefault(sender, {}).setdefault(send_id, []).append(place)
+                used[sender] = used.get(sender, 0) | found
+            for sender, found in used.items():
+                self._mark(sender, found)
         self._unresolved = waiting
 
     def _sources_of(self, tensor: Arrived) -> int | None:
@@ -248,6 +261,9 @@ class UsedTensors:
 
 
 def _bits_of(number: int) -> list[int]:
+    if number.bit_count() << 4 > number.bit_length():  # many: one by one would take longer
+        digits = bin(number)[:1:-1]
+        return [bit for bit, digit in enumerate(digits) if digit == "1"]
     bits = []
     while number:
         lowest = number & -number

@@ -160,17 +160,12 @@ def _is_unshared(gradient: torch.Tensor, uses: tuple[int, ...]) -> bool:
     """
     if gradient.layout is not torch.strided:
         return False
-    storage = gradient.untyped_storage()
-    is_view = base_of(gradient) is not None
     # One reference is the gradient's, and one is that of `storage` here. A view may have a third,
     # its base's, if the base is the engine's own: the gradient of a linear layer's weight is made
     # transposed, for instance.
-    known = 3 if is_view else 2
-    return (
-        storage.nbytes() == gradient.nbytes
-        and storage_uses(storage) <= known
-        and uses == (_USES_OF_NEW_VIEW if is_view else _USES_OF_NEW)
-    )
+    known = 2 if uses == _USES_OF_NEW else 3 if uses == _USES_OF_NEW_VIEW else 0
+    storage = gradient.untyped_storage()
+    return storage.nbytes() == gradient.nbytes and storage_uses(storage) <= known
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, ...]:

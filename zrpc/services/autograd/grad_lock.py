@@ -59,7 +59,7 @@ class GradLock:
 
     def __init__(self, leaves: Iterable[torch.Tensor], use: Use, context_id: int | None) -> None:
         self.lent: list[torch.Tensor] = []
-        self._leaves = list(leaves)
+        self._leaves = {id(leaf): leaf for leaf in leaves}
         self._use = use
         self._context_id = context_id
         self._thread = threading.get_ident()
@@ -80,14 +80,14 @@ class GradLock:
                 waiting.append(self)
             try:
                 run_interruptibly(_changed.wait_for, self._is_free)
-                for leaf in self._leaves:
-                    other = _held.get(id(leaf))
+                for key, leaf in self._leaves.items():
+                    other = _held.get(key)
                     if other is not None and other._context_id == self._context_id:
                         self.lent.append(leaf)
                         continue
                     if other is not None:
-                        self._outer[id(leaf)] = other
-                    _held[id(leaf)] = self
+                        self._outer[key] = other
+                    _held[key] = self
             except BaseException:
                 self._drop()
                 raise
@@ -105,11 +105,11 @@ class GradLock:
     # The rest is called under _changed.
 
     def _drop(self) -> None:
-        for leaf in self._leaves:
-            if _held.get(id(leaf)) is self:
-                del _held[id(leaf)]
-                if id(leaf) in self._outer:
-                    _held[id(leaf)] = self._outer[id(leaf)]
+        for key in self._leaves:
+            if _held.get(key) is self:
+                del _held[key]
+                if key in self._outer:
+                    _held[key] = self._outer[key]
 
     def _is_free(self) -> bool:
         shared, users = self._others()
@@ -131,7 +131,7 @@ class GradLock:
 
     def _others(self) -> tuple[list[GradLock], set[Use]]:
         """Returns who shares the leaves that this lock needs, and for what others use them."""
-        locks = [lock for leaf in self._leaves if (lock := _held.get(id(leaf))) is not None]
+        locks = [lock for lock in map(_held.get, self._leaves) if lock is not None]
         shared = [lock for lock in locks if self._may_share(lock)]
         return shared, {lock._use for lock in locks if lock not in shared}
 
@@ -157,10 +157,10 @@ class GradLock:
             for lock in _held.values()
         ):
             return False
-        own = set(map(id, self._leaves))
+        own = self._leaves.keys()
         for step in waiting:
             if step is self:
                 return False
-            if Use.RUN not in step._others()[1] and not own.isdisjoint(map(id, step._leaves)):
+            if Use.RUN not in step._others()[1] and not own.isdisjoint(step._leaves):
                 return True
         return False

@@ -17,7 +17,7 @@ from zrpc.errors import RpcError, WorkerDied
 from zrpc.services.autograd import ddp
 from zrpc.services.autograd.contexts import Contexts, current_id, in_context
 from zrpc.services.autograd.dependencies import OF_ENDED_CONTEXT, Origin, Sources
-from zrpc.services.autograd.nodes import Receive, Send, recorded
+from zrpc.services.autograd.nodes import Receive, new_exit, recorded
 from zrpc.services.autograd.state import ContextState, ReceivedMessage, SentTensor
 from zrpc.torch_internals import is_view
 from zrpc.wire.cut import cut_off
@@ -154,9 +154,9 @@ def _note_sent(
     state: ContextState, to: MemberId, send_id: int, tensors: Iterable[torch.Tensor]
 ) -> tuple[Any, ...]:
     """Adds the nodes of an outgoing message; returns what its tensors were computed from."""
-    reach = {}
-    for index, tensor in enumerate(tensors):
-        exit_ = Send.apply(_alias_for_function(tensor), send_id, index)
-        reach[send_id, index] = found = state.tracer.reach(exit_)
-        state.sends[send_id, index] = SentTensor(to, exit_, found)
+    exit_ = new_exit(send_id, [_alias_for_function(tensor) for tensor in tensors])
+    node: Any = exit_.grad_fn
+    found = state.tracer.reach_of(node.next_functions)
+    reach = {(send_id, index): each for index, each in enumerate(found)}
+    state.sends.update({place: SentTensor(to, exit_, each) for place, each in reach.items()})
     return tuple(state.tracer.sources(reach, _MOST_SOURCES))

@@ -1,11 +1,11 @@
 """The nodes that messages add to autograd's graph, and those that put a pass in order.
 
-A `Send` node hangs above each tensor that this worker has sent, and a `Receive` node below the
-tensors of each message that it has received. Nothing leads from a `Receive` to a `Send`: of what
-was sent, a pass runs only what leads to its roots.
+A `Send` node hangs above the tensors of each message that this worker has sent, and a `Receive`
+node below those of each message that it has received. Nothing leads from a `Receive` to a `Send`:
+of what was sent, a pass runs only what leads to its roots.
 
 So the order needs nodes of its own, the *waits*. These are made for one pass: one for each message
-whose gradients it needs, each leading to the one before and to the `Send` nodes of its message. A
+whose gradients it needs, each leading to the one before and to the `Send` node of its message. A
 wait is the node of an addition, with a hook that waits for the gradients. torch's engine runs a
 node with a lower sequence number only if no other node is ready, and a wait has the lowest. So when
 it waits, everything that this worker can do first is done.
@@ -14,7 +14,7 @@ it waits, everything that this worker can do first is done.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zrpc.errors import RpcError
+from zrpc.runtime.interrupts import uninterrupted
 from zrpc.torch_internals import (
     EngineLocal,
     any_hook_before,
@@ -29,12 +30,17 @@ from zrpc.torch_internals import (
     node_class_of,
     rank_last,
     rank_second_last,
+    saved_without_memory,
+    sequence_number,
     wrap_hook_registration,
 )
 from zrpc.wire.devices import to_device
 from zrpc.wire.member_id import MemberId
 
 Gradients = Sequence[torch.Tensor | None]
+
+# The places of tensors in a message, each with the tensor's device.
+_Places = Sequence[tuple[int, torch.device]]
 
 # A gradient with gaps is sent without them if it has at most this number of elements.
 _MAX_FILLED = 4096
@@ -96,8 +102,8 @@ class Run(Protocol):
 
     context_id: int
 
-    def gradient_of(self, send_id: int, index: int) -> torch.Tensor | None:
-        """Returns the gradient of a tensor that was sent."""
+    def gradients_of(self, send_id: int) -> Gradients:
+        """Returns the gradients of all tensors that were sent in a message; () if it has none."""
 
     def send_gradients(self, sender: MemberId, send_id: int, gradients: Gradients) -> None:
         """Sends the gradients of tensors that were received; by the CPU."""
@@ -143,23 +149,58 @@ class _Node(torch.autograd.Function):
 
 
 class Send(_Node):
-    """``(tensor, send_id, index) -> exit``: a tensor leaves this worker."""
+    """``(send_id, places, *tensors) -> exit``: tensors leave this worker, in one message."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, send_id: int, index: int) -> torch.Tensor:
+    def forward(ctx: Any, send_id: int, places: _Places, *tensors: torch.Tensor) -> torch.Tensor:
         """Returns a tensor from which a pass begins."""
-        ctx.place = send_id, index
-        ctx.device = tensor.device
+        ctx.send_id, ctx.places = send_id, places
         ctx.materialize_grads = False
+        if len(tensors) > 1:
+            ctx.save_for_backward(*tensors)
         return NO_GRADIENT.detach()  # takes a quarter of the time of a new one
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor | None) -> Any:
-        """Returns the gradient that the receiver has sent back, on the device of the tensor."""
-        gradient = _current_run().gradient_of(*ctx.place)
-        if gradient is not None and gradient.device != ctx.device:
-            gradient = to_device(gradient, str(ctx.device))
-        return gradient, None, None
+        """Returns the gradients that the receiver has sent back, on the devices of the tensors."""
+        sent = _current_run().gradients_of(ctx.send_id)
+        gradients = []
+        for index, device in ctx.places:
+            gradient = sent[index] if sent else None
+            if gradient is not None and gradient.device != device:
+                gradient = to_device(gradient, str(device))
+            gradients.append(gradient)
+        return None, None, *gradients
+
+
+def new_exit(send_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns the result of `Send` for all tensors of a message, whose memory it does not keep."""
+    return _exit(send_id, [(i, tensor.device) for i, tensor in enumerate(tensors)], tensors)
+
+
+def exit_of(exit_: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """Returns the result of `Send` for some tensors of a message, from that for all of them.
+
+    A node leads to all of its tensors, and a pass must not run what leads to the others.
+    """
+    node: Any = exit_.grad_fn
+    if len(indices) == len(node.places):
+        return exit_
+    tensors, places = node.saved_tensors, node.places
+    return _exit(node.send_id, [places[i] for i in indices], [tensors[i] for i in indices])
+
+
+def _exit(send_id: int, places: _Places, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    exit_: torch.Tensor
+    if len(tensors) == 1:
+        exit_ = recorded(Send.apply, send_id, places, *tensors)
+    else:
+        # A handler that raised before the end could leave the thread in this state.
+        with uninterrupted, saved_without_memory(NO_GRADIENT):
+            exit_ = recorded(Send.apply, send_id, places, *tensors)
+    if not sequence_number(exit_.grad_fn):
+        rank_second_last(exit_.grad_fn)
+    return exit_
 
 
 class Receive(_Node):
@@ -202,19 +243,17 @@ _SEND_NODE.apply = Send.backward
 RECEIVE_NODE.apply = Receive.backward
 
 
-def append_wait(last: torch.Tensor, wait: OwnHook, exits: Iterable[torch.Tensor]) -> torch.Tensor:
+def append_wait(last: torch.Tensor, wait: OwnHook, exit_: torch.Tensor) -> torch.Tensor:
     """Returns a tensor whose node calls ``wait`` before the engine runs what leads to ``last``.
 
     Args:
         last: the result for the message before, or the start of the context.
-        wait: waits for the gradients of ``exits``; it is a hook of the node.
-        exits: the results of `Send` for the tensors of one message.
+        wait: waits for the gradients of ``exit_``; it is a hook of the node.
+        exit_: the result of `Send` for the tensors of one message.
     """
-    for each in exits:
-        last = recorded(torch.add, last, each)
-        node: Any = last.grad_fn
-        rank_second_last(node)
-    rank_last(node)  # `Tracer` keeps all other nodes from having this number
+    last = recorded(torch.add, last, exit_)
+    node: Any = last.grad_fn
+    rank_last(node)  # `Tracer` and `_exit` keep all other nodes from having this number
     node.register_prehook(wait)
     return last
 

@@ -22,6 +22,7 @@ from zrpc.services.autograd.nodes import (
     Gradients,
     OwnHook,
     append_wait,
+    exit_of,
     running,
     visit_accelerator,
     without_gaps,
@@ -73,7 +74,7 @@ class RunningPart:
         self.linked: frozenset[MemberId] = frozenset()
         self._agent = agent
         # Gradients that have arrived, until their `Send` nodes run.
-        self._gradients: dict[tuple[int, int], torch.Tensor | None] = {}
+        self._gradients: dict[int, Gradients] = {}
         # Messages whose gradients must still be computed, with their numbers here.
         self._uncomputed: dict[Origin, int] = {}
         self._awaited = 0  # messages whose gradients must still arrive
@@ -121,9 +122,8 @@ class RunningPart:
         last, reach = self.state.start, 0
         for number, tensors in sent.items():
             wait = OwnHook(self._await_gradients, tensors[0].to, number)
-            last = append_wait(last, wait, [tensor.exit for tensor in tensors])
-            for tensor in tensors:
-                reach |= tensor.reach
+            last = append_wait(last, wait, exit_of(tensors[0].exit, sorted(part.sent[number])))
+            reach = reduce(or_, [tensor.reach for tensor in tensors], reach)
         # Only if it is needed: to make it takes longer than to record it.
         name = pass_name(self.context_id, self.pass_id) if self._agent.recorder else ""
         with self._agent.span(f"backward {name}"):
@@ -145,12 +145,11 @@ class RunningPart:
         self._awaited -= 1
         if isinstance(gradients, Message):
             gradients = self._agent.codec.unpack(gradients) if gradients.body else ()
-        for index, gradient in enumerate(gradients):
-            self._gradients[number, index] = gradient
+        self._gradients[number] = gradients
 
-    def gradient_of(self, send_id: int, index: int) -> torch.Tensor | None:
-        """Returns the gradient of a sent tensor, and forgets it; for a `Send` node."""
-        return self._gradients.pop((send_id, index), None)
+    def gradients_of(self, send_id: int) -> Gradients:
+        """Returns the gradients of a sent message, and forgets them; for a `Send` node."""
+        return self._gradients.pop(send_id, ())
 
     def send_gradients(self, sender: MemberId, send_id: int, gradients: Gradients) -> None:
         """Sends the gradients of tensors that were received; for a `Receive` node."""

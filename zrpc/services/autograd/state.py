@@ -21,7 +21,7 @@ class SentTensor(NamedTuple):
 
     Attributes:
         to: the receiver.
-        exit: the result of `Send`.
+        exit: the result of `Send` for the tensors of its message.
         reach: what it was computed from, as a set of the context's tracer.
     """
 
