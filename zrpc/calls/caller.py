@@ -2,8 +2,7 @@
 
 `Caller.call` reads from top to bottom: pack, submit, wait, decode. To submit a call is to enter it
 into the table of calls in flight, to wait there for room, and to send it. All runs in the thread
-that calls, also the receiving of the answer, if no other thread receives. From the end of the
-packing to the wait, that thread has signal handlers held back.
+that calls, also the receiving if no other thread does. From packing to wait, it holds back signals.
 """
 
 from __future__ import annotations
