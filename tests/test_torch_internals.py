@@ -156,11 +156,12 @@ def test_saved_without_memory(leaf: torch.Tensor, disabled: bool) -> None:
         torch.autograd.graph.disable_saved_tensors_hooks("no") if disabled else nullcontext(),
         saved_without_memory(data),
     ):
-        node: Any = (factor * factor).grad_fn
-    assert node._saved_self.grad_fn is factor.grad_fn
-    assert node._saved_self.data_ptr() == data.data_ptr()
+        within: Any = (factor * factor).grad_fn
     after: Any = (factor * factor).grad_fn
-    assert after._saved_self is factor
+    saved, whole = [node._saved_self for node in (within, after)]
+    assert saved.grad_fn is factor.grad_fn
+    assert saved.data_ptr() == data.data_ptr()
+    assert whole is factor
 
 
 def test_hooks_of_leaf(leaf: torch.Tensor) -> None:
