@@ -275,8 +275,10 @@ class ActorOrders(Service):
         with contextlib.suppress(WorkerDied):  # then nobody makes it again either
             elsewhere = told.value()
         rref._order.end_restarts()
-        if not elsewhere:
-            rref._check() if ended is None else ended.value()
+        if ended is not None and not elsewhere:
+            ended.value()
+        elif not elsewhere:
+            rref._check()
 
     def end_restarts(
         self, rref_id: RRefId, owner: MemberId, timeout: float, **about: Unpack[CallOptions]
