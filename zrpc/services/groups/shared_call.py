@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -89,8 +90,9 @@ class Sharer(ABC):
         """Returns an item, and the place of a member that gets it; None if it must stop."""
         with self._lock:
             call = self._call
-            works = self._works()
-            ready = [place for place in self._free if not (works and place in self._idle)]
+            ready: Sequence[int] = self._free
+            if self._idle and self._works():
+                ready = [place for place in ready if place not in self._idle]
             if call is None or not (self._waiting and ready and self._has_room()):
                 self._running = False
                 return None
