@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from zrpc.calls.asyncio_future import Taking
 from zrpc.calls.pending_calls import PendingCalls
+from zrpc.calls.taking import Taking
 from zrpc.errors import ProtocolError
 from zrpc.runtime.resource_limits import advice
 from zrpc.wire.message import Message

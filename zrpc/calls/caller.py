@@ -98,7 +98,7 @@ class Caller:
         self.last_calls: LastCalls | None = None
 
     def timeout(self, seconds: float | timedelta) -> float:
-        """How long a wait of a call may take, in seconds: 0 for no limit; see `time_limit`.
+        """Returns how long a wait may take, in seconds: 0 for no limit; see `time_limit`.
 
         Raises:
             RpcTimeoutError: its deadline has passed.
@@ -258,7 +258,7 @@ class Caller:
         if self._outbox.closed:
             raise has_shut_down()
         limit: Limit = OWN_LIMIT
-        if timeout is UNSET_RPC_TIMEOUT or timeout == UNSET_RPC_TIMEOUT:
+        if timeout == UNSET_RPC_TIMEOUT:
             limit, timeout = DEFAULT_LIMIT, self.rpc_timeout
         else:
             timeout = call_timeout(timeout)

@@ -11,11 +11,12 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from zrpc.calls import trampoline
-from zrpc.calls.asyncio_future import AsyncioFuture, Taking
+from zrpc.calls.asyncio_future import AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
 from zrpc.calls.pending_calls import PendingCalls
+from zrpc.calls.taking import Taking
 from zrpc.calls.torch_future import TorchFuture
 from zrpc.errors import RpcCancelledError
 from zrpc.runtime import garbage_collector

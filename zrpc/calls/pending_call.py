@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from zrpc.calls.function_names import asked_for
+from zrpc.calls.taking import Taking
 from zrpc.errors import WorkerDied
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.wire.member_id import MemberId
@@ -178,7 +179,7 @@ class PendingCall:
     observation: Any = None
     undo: Callable[[], None] | None = None
     waiters: tuple[int, ...] = ()
-    taking: Any = None
+    taking: Taking | None = None
     window: Window | None = None
     size = 0
     room: Room | None = None

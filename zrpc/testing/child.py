@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
 
+from zrpc.errors import text_of
 from zrpc.launch.child import keep_modules
 from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
@@ -177,6 +178,6 @@ def _failure(error: BaseException) -> bytes:
         data: bytes = dumps((False, error, text))
         pickle.loads(data)  # many exceptions can be pickled, but not unpickled
     except Exception as reason:
-        substitute = WorkerFailed(f"{type(error).__name__}: {error} (it can't be sent: {reason})")
+        substitute = WorkerFailed(f"{text_of(error)} (it can't be sent: {reason})")
         data = dumps((False, substitute, text))
     return data

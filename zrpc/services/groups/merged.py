@@ -91,7 +91,7 @@ class Merged(Source):
                 return
         again = False
         if self.sharer is not None and consumer is not None:
-            again = self.sharer.gives_again(place, error)
+            again = self.sharer.note_end(place, error)
         with self._lock:
             if not again:
                 self._left -= 1

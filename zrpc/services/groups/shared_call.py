@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from zrpc.calls.future import Future
 from zrpc.calls.future_error import without_frames
-from zrpc.errors import RpcError, WorkerDied
+from zrpc.errors import WorkerDied, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.groups.call import GroupCall, Joining
@@ -127,7 +127,7 @@ class Sharer(ABC):
 
     def _on_error(self, item: int, place: int, error: Exception) -> None:
         """Fails an item whose member has failed, unless another member gets it."""
-        again = self.gives_again(item, error)
+        again = self.note_end(item, error)
         self._take_back(place, error)
         if again:
             self.go_on()
@@ -145,10 +145,10 @@ class Sharer(ABC):
             else:
                 self._free.append(place)
 
-    def gives_again(self, item: int, error: object) -> bool:
+    def note_end(self, item: int, error: BaseException | None) -> bool:
         """Notes how an item has ended; returns whether another member gets it, by `go_on`."""
         with self._lock:
-            if not isinstance(error, RpcError) or error.executed is not False:
+            if error is None or not was_not_executed(error):
                 self._idle.discard(self._place_of[item])
                 return False
             self._idle.add(self._place_of[item])
@@ -219,7 +219,7 @@ class _CallSharer(Sharer):
             self._take_back(place)
             self._fail(item, error)
         else:
-            self.gives_again(item, None)
+            self.note_end(item, None)
             self._take_back(place)
             self.parts[item]._complete_by(self.parts[item]._claim, value)
         self.go_on()

@@ -28,7 +28,6 @@ from zrpc.services.names.waiting import Waiting
 from zrpc.services.rref.messages import NO_FORK, Fork, RRefId
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
-from zrpc.services.rref.value import OwnedValue
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
@@ -50,13 +49,11 @@ class _Named:
     Attributes:
         number: of the claim that was granted.
         rref: the name's own reference.
-        value: what it refers to.
         what: what was made, and by whom, for messages to people.
     """
 
     number: int
     rref: RRef[Any]
-    value: OwnedValue
     what: str
 
 
@@ -165,7 +162,7 @@ class NameService(Service, MessageHooks):
             label = ActorLabel(naming.what, naming.name, naming.restarts)
             rref = self._handle(rref_id, label if naming.actor else None)
             with self._lock:
-                self._named[naming.name] = _Named(holder.number, rref, value, what)
+                self._named[naming.name] = _Named(holder.number, rref, what)
             value.when_ready(partial(self._on_made, naming.name, holder.number, value))
             begin()
         else:
@@ -216,8 +213,8 @@ class NameService(Service, MessageHooks):
     def release(self, mailbox: Mailbox) -> None:
         """Gives up the names of an actor that is stopped, by whatever RRef. From any thread."""
         with self._lock:
-            named = list(self._named.items())
-        found = [(n, e.number) for n, e in named if e.value.mailbox is mailbox]
+            named = [(n, e.number, e.rref._value) for n, e in self._named.items()]
+        found = [(n, number) for n, number, value in named if value and value.mailbox is mailbox]
         for name, number in found:
             self._give_up(name, number)
 

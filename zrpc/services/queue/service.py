@@ -8,9 +8,9 @@ can have the items, but for a moment; if a task of asyncio awaits them, or a thr
 call, when it has gone on. Until it comes, the owner keeps the items. They go back to the front of
 the queue if the answer was not sent, if the call was cancelled or had timed out when the answer
 arrived, if the task was cancelled or the thread interrupted before it went on, or if the worker
-dies first. So no item is lost with a call that does not take
-it, and no item has two takers that live, unless one was paused until it counted as dead.
-If a connection breaks, and messages of the taker may be lost, what it was sent counts as taken.
+dies first. So no item is lost with a call that does not take it, and no item has two takers that
+live, unless one was paused until it counted as dead. If a connection breaks, and messages of the
+taker may be lost, what it was sent counts as taken.
 
 An item that can't be pickled, which only the owner itself can put, is lost: its taker gets the
 error. The others of its batch go back.

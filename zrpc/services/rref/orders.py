@@ -254,7 +254,7 @@ class ActorOrders(Service):
         if order is not None and order.label.restarts:
             owner, about = self.owner_of(rref).member_id, Beside(order, "stop()")
             told = self.end_restarts(rref._rref_id, owner, timeout, order=about)
-        # Else the maker may know where it is now; if not, that it is lost is said after that.
+        # If its owner is lost, the maker may know of a later one; `_outcome` asks for its answer.
         if told is None or owner not in self.agent.membership.lost:
             rref._check()
             within = rref._value is not None and stop_within(rref._value.mailbox, rref._owner)
@@ -262,7 +262,7 @@ class ActorOrders(Service):
             ended = ask(rref._owner, Kind.STOP, None, timeout, **rref._about("stop()"))
             if within or told is None:
                 return None if within else ended
-        # Each waits for itself, without its error, which must not hide that of the other.
+        # The value of each of these is a future, and not its error: so both are waited for.
         parts = [each.then(_itself) for each in (told, ended) if each is not None]
         stopped = collect_all(parts).then(partial(self._outcome, rref, told, ended))
         return stopped.wait() if call is None else stopped
