@@ -41,6 +41,11 @@ class MeetingPlace:
     restarts: bool = False
     sockets: Path | None = None
 
+    @property
+    def own_options(self) -> ZmqRpcBackendOptions:
+        """The options of the member that this process is."""
+        return self.options or ZmqRpcBackendOptions()
+
     def __repr__(self) -> str:
         return f"<the store of a mesh at {self.init_method}>"  # without the secret
 
@@ -58,7 +63,7 @@ class MeetingPlace:
         Raises:
             RendezvousError: the members do not meet in time.
         """
-        options = self.options or ZmqRpcBackendOptions()
+        options = self.own_options
         timeout = options.init_timeout
         size = None if self.num_workers is None else self.num_workers + 1
         store = store or connect_store(self.init_method, rank, size, timeout)

@@ -142,7 +142,7 @@ class _WorkerActor:
         self._place = place
         self._rank = rank
         self._serving: threading.Thread | None = None
-        timeout = (place.options or ZmqRpcBackendOptions()).init_timeout
+        timeout = place.own_options.init_timeout
         try:
             host, port = master(place.init_method)
             self._store = tcp_store(host, port, False, time.monotonic() + timeout, timeout)
