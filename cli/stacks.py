@@ -18,7 +18,9 @@ _RECHECK_SECONDS = 0.3  # between two looks at a thread that may not be making p
 
 @click.command(short_help="Show what running workers do and wait for.")
 @click.argument("workers", nargs=-1, metavar="[PID|NAME]...")
-@click.option("--all", "idle", is_flag=True, help="Also show idle threads, and all frames.")
+@click.option(
+    "--all", "idle", is_flag=True, help="Also show idle threads, all frames, and what is alike."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for programs.")
 @click.option(
     "--timeout",

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import zrpc
+from tests.support.gates import Gate
 from tests.support.waiting_circle import holds_up_its_loop
 from zrpc.cli import main
 from zrpc.testing import Mesh
@@ -86,6 +87,17 @@ def test_output_as_json(mesh: Mesh) -> None:
         (name, mesh.pid(name)) for name in mesh.names
     ]
     assert found["silent"] == found["cycles"] == []
+
+
+def test_calls_and_threads_that_are_alike_are_shown_once(mesh: Mesh) -> None:
+    with Gate() as gate:
+        calls = [mesh.run(0, zrpc.rpc_async, "worker1", gate.wait_inside) for _ in range(5)]
+        gate.await_entry(5)
+        pid = str(os.getpid())
+        shown = stacks_with("for worker0 (rank 0), and 4 more like it, most recent call", pid)
+        assert shown.count("\n  ← ") == 1
+        assert stacks("--all", pid).output.count("\n  ← ") == 5
+    zrpc.wait_all(calls)
 
 
 def test_unknown_worker_and_invalid_timeout_are_errors() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import linecache
 import os
+import re
 import threading
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from zrpc.services.inspection.discovery import MeshView
 from zrpc.services.inspection.snapshot import Activity, Actor, Call, Frame, Request, Snapshot
 from zrpc.services.inspection.wait_graph import Link, Node, WaitGraph
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId, rank_of
+
+T = TypeVar("T")
 
 _ZRPC = f"{Path(__file__).parents[2]}{os.sep}"
 # The files that run programs and handlers.
@@ -23,7 +27,8 @@ _RUNNERS = (_ZRPC + "launch", os.path.join(_ZRPC, "calls", "execution.py"), thre
 class Report:
     """Describes one mesh, as far as its workers answered.
 
-    If ``idle``, threads that wait for work, and zrpc's own frames, are shown too.
+    If ``idle``, threads that wait for work, and zrpc's own frames, are shown too. Otherwise calls,
+    requests and threads that differ in numbers only are shown once.
 
     Attributes:
         graph: what waits for what in it.
@@ -47,12 +52,20 @@ class Report:
         yield f"{self._name(snapshot.member)}, pid {snapshot.pid}"
         yield f"  {_pool_text(snapshot)}"
         waiting = {call_id: each for each in snapshot.activities for call_id in each.calls}
-        for call in snapshot.calls:
-            yield f"  → {self._call(call)}{_waited_for(waiting.get(call.id))}"
-        for request in snapshot.requests:
+
+        def kind_of_call(call: Call) -> Hashable:
+            waits = waiting.get(call.id)
+            return _asked_for(call), call.to, waits and waits.where
+
+        def kind_of_request(request: Request) -> Hashable:
+            return self._request(request), re.sub(r"[\d.]+", "", request.standing)
+
+        for call, more in self._first_of_each(snapshot.calls, kind_of_call):
+            yield f"  → {self._call(call)}{_waited_for(waiting.get(call.id))}{_and(more)}"
+        for request, more in self._first_of_each(snapshot.requests, kind_of_request):
             asked = self._call_of(request)
             ago = "" if asked is None else f", called {asked.age:.1f} s ago,"
-            yield f"  ← {self._request(request)}{ago} {request.standing}"
+            yield f"  ← {self._request(request)}{ago} {request.standing}{_and(more)}"
         for actor in snapshot.actors:
             yield f"  {self._actor(snapshot.member, actor)}"
         for what, left in [
@@ -63,18 +76,34 @@ class Report:
                 yield f"  and {left} more {what}"
         yield from self._stacks(snapshot)
 
+    def _first_of_each(
+        self, items: Iterable[T], kind: Callable[[T], Hashable]
+    ) -> Iterator[tuple[T, int]]:
+        """Yields the first item of each kind, and how many more there are."""
+        kinds: dict[Hashable, list[T]] = {}
+        for item in items:
+            kinds.setdefault(id(item) if self._idle else kind(item), []).append(item)
+        yield from ((first, len(more)) for first, *more in kinds.values())
+
     def _stacks(self, snapshot: Snapshot) -> Iterator[str]:
+        shown = []
         idle = 0
         for number, activity in enumerate(snapshot.activities):
             if not self._idle and _is_idle(activity):
                 idle += 1
-                continue
-            if not (activity.own or activity.calls or self._is_first_of_process(snapshot)):
-                continue  # the other worker of its process shows it
-            title = self._who(Node("activity", snapshot.member, (number,))).rstrip(",")
-            frames = activity.frames if self._idle else _of_interest(activity)
-            title = title if activity.task or not frames else f"thread {title}"
-            text = stack_text(title, frames).rstrip()
+            # Else the other worker of its process shows it.
+            elif activity.own or activity.calls or self._is_first_of_process(snapshot):
+                who = self._who(Node("activity", snapshot.member, (number,))).rstrip(",")
+                frames = activity.frames if self._idle else _of_interest(activity)
+                shown.append((activity, who, frames))
+
+        def kind(thread: tuple[Activity, str, list[Frame]]) -> Hashable:
+            activity, who, frames = thread
+            return who.removeprefix(activity.name), activity.task, tuple(frames)
+
+        for (activity, who, frames), more in self._first_of_each(shown, kind):
+            title = who if activity.task or not frames else f"thread {who}"
+            text = stack_text(f"{title}{_and(more)}", frames).rstrip()
             yield from (f"  {line}" for line in f"{text[:1].upper()}{text[1:]}".splitlines())
         if idle:
             yield f"  and {idle} thread{'s' * (idle > 1)} with nothing to do (--all shows them)"
@@ -264,11 +293,20 @@ def _at(where: Frame | None) -> str:
 def _pool_text(snapshot: Snapshot) -> str:
     pool = snapshot.pool
     text = f"pool: {pool.running} of {pool.size} threads run"
+    if pool.running > pool.size:
+        text = (
+            f"pool: {pool.running} threads run, more than num_worker_threads ({pool.size}), as "
+            "some use no processor time"
+        )
     if pool.queued:
         text += f", {pool.queued} requests wait for one"
     if pool.full_for >= 1:
         text += f", as some have all the time for {pool.full_for:.0f} s"
     return text
+
+
+def _and(more: int) -> str:
+    return f", and {more} more like it" if more else ""
 
 
 def _waited_for(activity: Activity | None) -> str:
