@@ -139,6 +139,13 @@ def test_errors_without_waiters_are_logged(shared: Mesh, caplog: pytest.LogCaptu
         assert "give_up" in caplog.text
 
 
+def test_calls_that_fail_by_one_loss_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for loss in ("worker1 is gone", "worker1 is gone", "worker2 is gone"):
+        rpc.Future[None]().set_exception(rpc.WorkerDied(loss))
+    until(lambda: "worker2 is gone" in caplog.text, collect=True)
+    assert caplog.text.count("nobody waited for it") == 2
+
+
 def test_each_that_asks_gets_an_error_that_shows_its_origin(shared: Mesh) -> None:
     for make in MAKERS:
         future, caught = make(), []

@@ -7,9 +7,9 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError
+from zrpc.errors import NotInitializedError, RemoteError, RpcCancelledError, WorkerDied
 from zrpc.wire.exceptions import copied, set_cause, traceback_of
 
 # Users configure this logger by its public name.
@@ -37,6 +37,8 @@ class Failure:
 
     __slots__ = ("_fail", "_for_log", "seen")
 
+    _last_loss: ClassVar[str] = ""  # that was logged, once for all calls that fail by it
+
     def __init__(self, fail: Callable[[], Any], for_log: BaseException) -> None:
         self._fail = fail
         self._for_log = for_log
@@ -56,9 +58,15 @@ class Failure:
         raise copied(self._for_log, self._for_log.__cause__)
 
     def __del__(self) -> None:
-        if not (self.seen or _is_expected(self._for_log)):
-            # SystemExit too: it ends nothing in a callback.
-            logger.error("A call failed, and nobody waited for it", exc_info=self._for_log)
+        # SystemExit is logged too: it ends nothing in a callback.
+        if self.seen or _is_expected(self._for_log):
+            return
+        if isinstance(self._for_log, WorkerDied):  # as all calls in flight to that worker
+            loss = str(self._for_log)
+            if loss == Failure._last_loss:
+                return
+            Failure._last_loss = loss
+        logger.error("A call failed, and nobody waited for it", exc_info=self._for_log)
 
 
 class KeptError:

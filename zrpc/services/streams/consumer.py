@@ -138,6 +138,8 @@ class Consumer(Source):
         """
         with uninterrupted:
             with self._lock:
+                if self.inflow.over and not self.items:
+                    return
                 dropped: list[Any] = [*self.items]
                 self.items.clear()
                 if not self.inflow.over:
