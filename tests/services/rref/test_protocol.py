@@ -20,6 +20,7 @@ from tests.services.rref.simulation import (
     Packet,
     run,
     schedules,
+    take_messages,
 )
 from zrpc.errors import ProtocolError
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
@@ -161,8 +162,7 @@ def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: 
             members[MAKER].drop(created)
         for member, references in members.items():
             references.look()
-            flight += [(member, to, message) for to, message in references.outgoing]
-            references.outgoing.clear()
+            flight += [(member, to, message) for to, message in take_messages(references)]
             assert all(to in members for _, to, _ in flight), "a message to somebody unknown"
         if listed:
             assert sum(members[NEW].sizes()) == 1, "freed while a fork is listed"
@@ -297,12 +297,11 @@ GIVER, ASKED = 0, 1
 def exchange(giver: References, user: References) -> list[Verb]:
     """Delivers what both have to say, until they say no more; returns what was said."""
     said = []
-    while giver.outgoing or user.outgoing:
+    while giver.outgoing or user.outgoing or giver.receipts or user.receipts:
         for machine, other, rank in ((giver, user, GIVER), (user, giver, ASKED)):
-            for _, message in machine.outgoing:
+            for _, message in take_messages(machine):
                 said.append(message.verb)
                 other.handle(rank, message)
-            machine.outgoing.clear()
             other.look()
     return said
 
