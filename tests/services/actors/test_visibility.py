@@ -52,7 +52,7 @@ def test_stacks_show_what_runs_how_many_wait_and_behind_what(caller: Mesh, busy:
     text = "\n".join(Report(view).worker(view.snapshots[snapshots[1].member]))
     assert "  actor Replay: runs Replay.sample for a worker (rank 0); 3 calls wait" in text
     assert (
-        "s for its turn on the actor Replay, at place 2, behind a call of worker0 that runs "
+        "s for its turn on the actor Replay, at place 1, behind a call of worker0 that runs "
         "`Replay.sample`"
     ) in text
     assert "→ Replay.add at" in "\n".join(Report(view).worker(view.snapshots[snapshots[0].member]))
