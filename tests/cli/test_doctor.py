@@ -82,8 +82,7 @@ def test_text_has_a_line_for_each_check_and_what_to_do_below() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "found"),
-    [(None, "not installed"), ("2.5.1", "expected 2.6 or newer, found 2.5.1")],
+    ("version", "found"), [(None, "not installed"), ("2.5.1", "expected 2.6 or newer, found 2.5.1")]
 )
 def test_a_package_that_is_missing_or_too_old_and_the_checks_that_need_it(
     monkeypatch: pytest.MonkeyPatch, version: str | None, found: str

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import time
 
@@ -75,17 +74,6 @@ def test_process_that_is_stopped_or_holds_the_interpreter_is_reported(mesh: Mesh
 
 def hold_the_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
-
-
-@pytest.mark.zrpc(processes=True)
-def test_output_as_json(mesh: Mesh) -> None:
-    done = stacks("--json", str(mesh.pid(0)))
-    assert done.exit_code == 0
-    [found] = json.loads(done.output)["meshes"]
-    assert [(w["name"], w["pid"]) for w in found["workers"]] == [
-        (name, mesh.pid(name)) for name in mesh.names
-    ]
-    assert found["silent"] == found["cycles"] == []
 
 
 def test_unknown_worker_and_invalid_timeout_are_errors() -> None:

@@ -42,10 +42,7 @@ def test_names_are_found_by_what_a_file_calls_them() -> None:
             "from torch.distributed.nn import RemoteModule\nRemoteModule.forward",
             ["torch.distributed.nn.RemoteModule"],
         ),
-        (
-            "import torch\ntorch._C._distributed_rpc.PyRRef",
-            ["torch._C._distributed_rpc.PyRRef"],
-        ),
+        ("import torch\ntorch._C._distributed_rpc.PyRRef", ["torch._C._distributed_rpc.PyRRef"]),
         (
             "import torch.distributed.autograd as dist_autograd\ndist_autograd.context()",
             ["torch.distributed.autograd.context"],

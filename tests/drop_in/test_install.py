@@ -65,12 +65,8 @@ def test_install_says_why_it_is_too_late(succeed: Succeed) -> None:
     """)
 
 
-def test_scripts_of_torch_compile_beside_it(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch
-
+def test_scripts_of_torch_compile_beside_it(installed: Succeed) -> None:
+    installed("""
         @torch.jit.script
         def double(x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -84,14 +80,10 @@ def test_scripts_of_torch_compile_beside_it(succeed: Succeed) -> None:
     """)
 
 
-def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
-    succeed: Succeed,
+def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error(
+    installed: Succeed,
 ) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch.distributed.rpc as rpc
-
+    installed("""
         class OfTwo(Exception):
             def __init__(self, a, b):
                 super().__init__(f"{a} and {b}")
@@ -118,13 +110,9 @@ def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
     """)
 
 
-def test_a_program_for_torch_1_4_runs(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
+def test_a_program_for_torch_1_4_runs(installed: Succeed) -> None:
+    installed("""
         from datetime import timedelta
-        import torch
-        import torch.distributed.rpc as rpc
         import torch.distributed.autograd as dist_autograd
         from torch.distributed.rpc import ProcessGroupRpcBackendOptions
         from torch.distributed.rpc.backend_registry import BackendType
@@ -150,12 +138,8 @@ def test_a_program_for_torch_1_4_runs(succeed: Succeed) -> None:
     """)
 
 
-def test_private_names_that_libraries_use(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch, zrpc
-        import torch.distributed.rpc as rpc
+def test_private_names_that_libraries_use(installed: Succeed) -> None:
+    installed("""
         import torch.distributed.autograd as dist_autograd
         from torch._C._distributed_rpc import _is_current_rpc_agent_set
         from torch.distributed.rpc import api, backend_registry, constants, internal, options
@@ -202,14 +186,9 @@ def test_private_names_that_libraries_use(succeed: Succeed) -> None:
     """)
 
 
-def test_waits_of_torch_end_with_the_first_error_of_our_futures(succeed: Succeed) -> None:
-    succeed("""
+def test_waits_of_torch_end_with_the_first_error_of_our_futures(installed: Succeed) -> None:
+    installed("""
         import threading
-        import torch
-        from torch.futures import wait_all
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch.distributed.rpc as rpc
 
         def fail():
             raise KeyError("wrong")

@@ -7,13 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.examples.example_commands import (
-    EXAMPLES,
-    Commands,
-    Outcome,
-    finish,
-    shown,
-)
+from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish, shown
 
 SCRIPTS = {script.stem: script for script in EXAMPLES.glob("*.py")}
 
@@ -50,11 +44,7 @@ JUDGE = ("--controller", "judge")
     ],
 )
 def test_wrong_workers_are_refused(
-    run_first: Callable[..., Outcome],
-    name: str,
-    workers: int,
-    options: tuple[str, ...],
-    text: str,
+    run_first: Callable[..., Outcome], name: str, workers: int, options: tuple[str, ...], text: str
 ) -> None:
     outcome = run_first(workers, SCRIPTS[name], *options)
     assert outcome.code == 2, outcome

@@ -29,14 +29,6 @@ def test_two_trainers_with_ddp_learn_what_one_process_would_learn(
         assert values[-1] < 0.4 * values[0]
 
 
-def test_trainers_with_ddp_run_under_torchrun(commands: Commands) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4")
-    script = (EXAMPLES / "ddp_remote_embedding.py", "--check", "--steps", "50")
-    outcome = finish(commands.start(*torchrun, *script))
-    assert outcome.code == 0, outcome
-    check_differences(outcome.out)
-
-
 def test_experts_learn_what_one_process_would_learn(launch: Callable[..., str]) -> None:
     nprocs, steps = 5, 100
     out = launch("mixture_of_experts", nprocs, "--check", "--steps", str(steps))

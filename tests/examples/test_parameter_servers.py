@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from tests.examples.example_commands import EXAMPLES, Outcome, losses, number_in
+from tests.examples.example_commands import losses, number_in
 
 
 def test_asynchronous_updates_are_neither_lost_nor_applied_twice(
@@ -57,12 +57,3 @@ def test_a_distributed_rnn_learns_what_one_process_would_learn(launch: Callable[
     assert len(values) == 15
     assert values[-1] < 0.65 * values[0]
     assert number_in(r"largest difference of a loss to one process: (\S+)", out) < 1e-4
-
-
-def test_a_distributed_rnn_runs_without_a_launcher(
-    run_plainly: Callable[..., list[Outcome]],
-) -> None:
-    trainer, parameters = run_plainly(2, EXAMPLES / "distributed_rnn.py", "--steps", "20")
-    assert len(losses(trainer.out)) == 2, trainer
-    assert (parameters.code, parameters.out) == (0, "")
-    assert "Traceback" not in parameters.err

@@ -174,9 +174,7 @@ def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
     shell.exit()
 
 
-def test_a_late_signal_of_the_background_suspends_no_launch_in_the_foreground(
-    shell: Shell,
-) -> None:
+def test_a_late_signal_of_the_background_suspends_no_launch_in_the_foreground(shell: Shell) -> None:
     """A thread may get it before the launch is continued there."""
     launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
     shell.begin(f"os.kill({launcher}, {int(signal.SIGTTOU)}) or input()")

@@ -48,16 +48,6 @@ if __name__ == "__main__":
         print("raised", "KeyError: 'mine'" in str(error))
 """
 
-# Runs its argument as a cell.
-_NOTEBOOK = """
-import sys
-
-del __file__
-__spec__ = None
-sys.argv, cell = [""], sys.argv[1]
-exec(compile(cell, "<cell>", "exec"))
-"""
-
 
 def run(*command: str, **env: str) -> str:
     done = run_python(*command, warm=True, **env)
@@ -76,23 +66,6 @@ def test_processes_of_a_script_are_workers(tmp_path: Path) -> None:
         f"worker{rank}": f"worker{(rank + 1) % 2} 2 7 1" for rank in range(2)
     }
     assert output.splitlines() == ["lambda 0", "forked 0", "raised True"]
-
-
-def test_functions_of_a_notebook_are_workers(tmp_path: Path) -> None:
-    """They can't be imported: there is no file that defines them."""
-    program = (
-        "import zrpc\n"
-        "def work(rank):\n"
-        "    with zrpc.session():\n"
-        "        if rank == 0:\n"
-        "            print(zrpc.rpc_sync('worker1', shout, args=('hello',)), flush=True)\n"
-        "def shout(text):\n"
-        "    return text.upper()\n"
-        "zrpc.spawn(work, nprocs=2)\n"
-    )
-    notebook = tmp_path / "notebook.py"
-    notebook.write_text(_NOTEBOOK)
-    assert run(str(notebook), program) == "HELLO\n"
 
 
 _NO_GUARD = """
@@ -124,6 +97,7 @@ def test_a_script_without_a_guard_is_told_in_a_sentence(tmp_path: Path, call: st
 
 
 def test_a_script_from_standard_input_runs() -> None:
+    """Its functions can't be imported: there is no file that defines them."""
     program = _NO_GUARD + "zrpc.spawn(work, nprocs=2)"
     done = run_python(stdin=program)
     assert sorted(done.stdout.split()) == ["worker0", "worker1"], done.stderr

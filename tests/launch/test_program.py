@@ -39,12 +39,6 @@ SCRIPTS = {
         assert sys.stdout is sys.__stdout__
         print("€ \\udc80")
         """,
-    "uncaught error": """
-        def f():
-            raise ValueError("no")
-        print("before")
-        f()
-        """,
     "chained errors": """
         try:
             {}["x"]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.conftest import Start, Write
+from tests.launch.conftest import Start
 from zrpc.launch import LaunchError, Task
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
@@ -45,18 +45,11 @@ FAILS = f"""
 
 
 def test_a_worker_is_started_again_until_its_restarts_are_used_up(
-    start: Start, write: Write, tmp_path: Path
+    start: Start, tmp_path: Path
 ) -> None:
     outer = {"TORCHELASTIC_RESTART_COUNT": "9", "ZRPC_MAX_RESTARTS": "9"}
-    launched = start(
-        write(FAILS),
-        nprocs=2,
-        max_restarts=2,
-        log_dir=str(tmp_path / "logs"),
-        preload=PRELOAD,
-        environ=outer,
-    )
-    code, out, err = launched.finish()
+    job = {"max_restarts": 2, "log_dir": str(tmp_path / "logs"), "preload": PRELOAD}
+    code, out, err = start(FAILS, nprocs=2, environ=outer, **job).finish()
     assert code == 1
     rows = [dict(zip(KEYS, json.loads(line[4:]), strict=True)) for line in out.splitlines()]
     assert sorted(row["TORCHELASTIC_RESTART_COUNT"] for row in rows) == ["0", "0", "1", "2"]
@@ -116,12 +109,10 @@ RESTARTED = """
     """
 
 
-def test_the_others_call_a_worker_that_was_killed_and_started_again_and_so_is_its_actor(
-    start: Start, write: Write
-) -> None:
+def test_a_worker_that_was_killed_and_its_actor_are_called_again(start: Start) -> None:
     """It is rank 0, which would otherwise host the store."""
-    launched = start(write(RESTARTED), nprocs=3, max_restarts=1, preload=PRELOAD)
-    code, out, err = launched.finish()
+    job = {"max_restarts": 1, "preload": PRELOAD}
+    code, out, err = start(RESTARTED, nprocs=3, **job).finish()
     lines = ["at first (11, 0)", "died: worker worker0 (rank 0) is gone"]
     lines += ["held (11, 1)", "named (12, 1)", "maker's (13, 1)"]
     assert out.splitlines() == [f"[1] {line}" for line in lines], err
@@ -152,18 +143,16 @@ ELASTIC = """
     """
 
 
-def test_a_second_launch_adds_workers_to_an_elastic_mesh(
-    start: Start, write: Write, tmp_path: Path
-) -> None:
-    script, secret = write(ELASTIC), tmp_path / "secret"
+def test_a_second_launch_adds_workers_to_an_elastic_mesh(start: Start, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
     secret.write_text("5ec7e7" * 12)
     secret.chmod(0o600)
     job = {"elastic": True, "preload": PRELOAD, "environ": {"ZRPC_SECRET_FILE": str(secret)}}
-    first = start(script, nprocs=2, **job)
+    first = start(ELASTIC, nprocs=2, **job)
     first.read_until("[0] out\n")
     place = re.search(rb"can be joined at (\S+)\n", first.process.stderr.readline())
     assert place is not None
-    second = start(script, join=place[1].decode(), **job)
+    second = start(ELASTIC, join=place[1].decode(), **job)
     code, out, err = second.finish()
     assert code == 0, err
     assert out == "[2] in WorkerInfo(id=2, name=worker2)\n[2] 2\n"

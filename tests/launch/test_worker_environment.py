@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from tests.launch.conftest import Start, Write
+from tests.launch.conftest import Start
 from zrpc.launch.worker import base_environment
 
 SHOW = """
@@ -29,24 +29,12 @@ def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
     return sorted(rows, key=lambda row: row[0])
 
 
-def test_workers_have_names_by_their_roles(start: Start, write: Write) -> None:
-    script = write("import os; print(os.environ['ZRPC_WORKER_NAME'], os.environ['ZRPC_ROLE'])")
-    launched = start(script, nprocs=3, roles={"learner": 1, "rollout": 2}, max_restarts=1)
-    code, out, _ = launched.finish()
-    assert code == 0
-    assert sorted(out.splitlines()) == [
-        "[learner0] learner0 learner",
-        "[rollout0] rollout0 rollout",
-        "[rollout1] rollout1 rollout",
-    ]
-
-
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_each_worker_gets_its_environment(start: Start, write: Write, method: str) -> None:
+def test_each_worker_gets_its_environment(start: Start, method: str) -> None:
     environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
     environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     launched = start(
-        write(SHOW),
+        SHOW,
         argv=["--nprocs", "9"],
         nprocs=3,
         name_prefix="w",
@@ -94,9 +82,9 @@ MEET = """
     """
 
 
-def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) -> None:
+def test_workers_meet_out_of_reach_of_other_users(start: Start) -> None:
     """No port is opened for that. A process group of the program meets at the master's."""
-    code, out, err = start(write(MEET), nprocs=2, preload=["torch", "zrpc.api"]).finish()
+    code, out, err = start(MEET, nprocs=2, preload=["torch", "zrpc.api"]).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
 
@@ -114,11 +102,8 @@ SECRET = """
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_share_a_secret_that_is_on_no_command_line(
-    start: Start, write: Write, method: str
-) -> None:
-    script = write(SECRET)
-    runs = [start(script, nprocs=2, start_method=method) for _ in range(2)]
+def test_workers_share_a_secret_that_is_on_no_command_line(start: Start, method: str) -> None:
+    runs = [start(SECRET, nprocs=2, start_method=method) for _ in range(2)]
     secrets = []
     for run in runs:
         (shown,) = {line.partition(" ")[2] for line in run.finish()[1].splitlines()}
