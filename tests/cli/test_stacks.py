@@ -42,9 +42,7 @@ def test_circle_of_waiting_between_processes_is_shown(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("plain", [{}, {"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_colours_are_shown_only_on_a_terminal_with_colours(
-    mesh: Mesh, plain: dict[str, str]
-) -> None:
+def test_colours_are_shown_only_on_a_colour_terminal(mesh: Mesh, plain: dict[str, str]) -> None:
     env = {"NO_COLOR": None, "TERM": "xterm", **plain}
     done = CliRunner(env=env).invoke(main, ["stacks", str(os.getpid())], color=True)
     assert "Mesh of 2 workers" in done.output

@@ -80,9 +80,7 @@ def test_scripts_of_torch_compile_beside_it(installed: Succeed) -> None:
     """)
 
 
-def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error(
-    installed: Succeed,
-) -> None:
+def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error(installed: Succeed) -> None:
     installed("""
         class OfTwo(Exception):
             def __init__(self, a, b):

@@ -25,9 +25,7 @@ def test_mpirun_starts_workers(open_mpi: dict[str, str], tmp_path: Path) -> None
     assert run(*command, env=open_mpi, cwd=tmp_path) == ["worker0 of 2 0", "worker1 of 2 1"]
 
 
-def test_the_command_of_the_page_runs_as_it_stands(
-    open_mpi: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_of_the_page_runs_as_it_is(open_mpi: dict[str, str], tmp_path: Path) -> None:
     text = PAGE.read_text()
     [command] = re.findall(r"```sh\n(mpirun .*)\n```", text)
     [work] = re.findall(r"```python\n# work\.py\n(.*?)```", text, re.S)

@@ -24,8 +24,8 @@ def test_the_page_shows_every_example_with_the_command_of_its_docstring() -> Non
 @pytest.mark.parametrize("name", sorted(SCRIPTS))
 def test_every_example_has_a_help_text(commands: Commands, name: str) -> None:
     outcome = finish(commands.start(SCRIPTS[name], "--help"))
-    assert outcome.code == 0, outcome
-    assert outcome.out.startswith("usage:")
+    assert outcome.returncode == 0, outcome
+    assert outcome.stdout.startswith("usage:")
 
 
 JUDGE = ("--controller", "judge")
@@ -47,8 +47,8 @@ def test_wrong_workers_are_refused(
     run_first: Callable[..., Outcome], name: str, workers: int, options: tuple[str, ...], text: str
 ) -> None:
     outcome = run_first(workers, SCRIPTS[name], *options)
-    assert outcome.code == 2, outcome
-    assert text in outcome.err
+    assert outcome.returncode == 2, outcome
+    assert text in outcome.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,6 @@ def test_an_example_that_learned_too_little_fails(
     text: str,
 ) -> None:
     outcome = run_plainly(workers, SCRIPTS[name], *limit)[0]
-    assert outcome.code == 1, outcome
-    assert text in outcome.err
-    assert "Traceback" not in outcome.err
+    assert outcome.returncode == 1, outcome
+    assert text in outcome.stderr
+    assert "Traceback" not in outcome.stderr

@@ -18,9 +18,7 @@ def check_differences(output: str) -> None:
     assert max(differences.values()) < 1e-4
 
 
-def test_two_trainers_with_ddp_learn_what_one_process_would_learn(
-    launch: Callable[..., str],
-) -> None:
+def test_trainers_with_ddp_learn_what_one_process_would_learn(launch: Callable[..., str]) -> None:
     out = launch("ddp_remote_embedding", 4, "--check")
     check_differences(out)
     for trainer in (0, 1):
@@ -72,8 +70,8 @@ def test_stages_on_a_device_learn_the_same(commands: Commands, tmp_path: Path) -
     for device in ("cpu", "fake:0"):
         options = ("--steps", "2", "--batch", "8", "--device", device)
         outcome = finish(commands.launch(4, script, *options))
-        assert outcome.code == 0, outcome
-        found.append([run[3:] for run in LINE.findall(outcome.out)])
+        assert outcome.returncode == 0, outcome
+        found.append([run[3:] for run in LINE.findall(outcome.stdout)])
     assert len(found[0]) == 4
     assert found[0] == found[1]
 

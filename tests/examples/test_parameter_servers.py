@@ -8,9 +8,7 @@ from collections.abc import Callable
 from tests.examples.example_commands import losses, number_in
 
 
-def test_asynchronous_updates_are_neither_lost_nor_applied_twice(
-    launch: Callable[..., str],
-) -> None:
+def test_asynchronous_updates_are_neither_lost_nor_repeated(launch: Callable[..., str]) -> None:
     out = launch("async_parameter_server", 4, "--target", "0.006")
     values = [float(loss) for loss in re.findall(r"updates, loss ([\d.]+)", out)]
     assert values[0] > 2 * values[-1]

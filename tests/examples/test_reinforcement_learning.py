@@ -41,9 +41,9 @@ def test_actors_go_on_when_a_worker_is_killed(commands: Commands, killed: str, l
     assert "step   25" in process.stdout.readline()
     os.kill(pid_of(killed), signal.SIGKILL)
     outcome = finish(process)
-    assert outcome.code == 0, outcome
-    assert f"lost rollout2: {lost}" in outcome.out
-    steps = [int(found[1]) for found in map(STEP.match, outcome.out.splitlines()) if found]
+    assert outcome.returncode == 0, outcome
+    assert f"lost rollout2: {lost}" in outcome.stdout
+    steps = [int(found[1]) for found in map(STEP.match, outcome.stdout.splitlines()) if found]
     assert steps[-1] == 200  # only the worker that has taken the place can have sent the answers
 
 
@@ -80,8 +80,8 @@ def test_cartpole_is_solved(launch: Launch) -> None:
 def test_the_same_seed_gives_the_same_run(run_plainly: RunPlainly) -> None:
     def play(seed: str) -> str:
         outcome = run_plainly(4, CARTPOLE, "--max-episodes", "15", "--seed", seed)[0]
-        assert "Not solved" in outcome.err, outcome
-        return outcome.out
+        assert "Not solved" in outcome.stderr, outcome
+        return outcome.stdout
 
     run = play("7")
     assert "episode    15" in run
@@ -96,7 +96,7 @@ def test_cartpole_stops_at_ctrl_c(commands: Commands) -> None:
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     outcome = finish(process)
-    assert outcome.code == 130, outcome
+    assert outcome.returncode == 130, outcome
     assert time.monotonic() - began < 10
 
 
@@ -111,9 +111,9 @@ def test_it_says_what_to_install_if_gymnasium_is_missing(
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
     outcome = run_first(2, without, CARTPOLE)
-    assert outcome.code == 1
-    assert "pip install gymnasium rich" in outcome.err
-    assert "Traceback" not in outcome.err
+    assert outcome.returncode == 1
+    assert "pip install gymnasium rich" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 # worker_group.py
@@ -132,6 +132,6 @@ def test_trainers_learn_from_what_generators_answer(launch: Launch) -> None:
 
 def test_any_worker_can_be_the_controller(commands: Commands) -> None:
     outcome = finish(commands.launch(5, EXAMPLES / "worker_group.py", "--controller", "generator1"))
-    assert outcome.code == 0, outcome
-    check_rewards(outcome.out)
-    assert all(line.startswith("[3] ") for line in outcome.out.splitlines())
+    assert outcome.returncode == 0, outcome
+    check_rewards(outcome.stdout)
+    assert all(line.startswith("[3] ") for line in outcome.stdout.splitlines())

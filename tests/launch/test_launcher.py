@@ -217,6 +217,7 @@ def test_only_processes_that_have_left_their_workers_session_outlive_the_launch(
         pass  # it exits at the end of this file
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("plain", [False, True])
 def test_terminal_shows_colours_and_sends_one_interrupt(
     write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: bool

@@ -57,9 +57,7 @@ def test_full_disk_does_not_stop_the_output(shown: tuple[int, int], tmp_path: Pa
     assert (tmp_path / "rank0.err").read_bytes() == b"text\n"
 
 
-def test_log_is_emptied_and_goes_on_at_its_start_if_another_program_empties_it(
-    shown: tuple[int, int], tmp_path: Path
-) -> None:
+def test_an_emptied_log_goes_on_at_its_start(shown: tuple[int, int], tmp_path: Path) -> None:
     """As logrotate's copytruncate does."""
     log = tmp_path / "rank0.out"
     for old in ("rank0.out", "rank0.1.out", "rank0.12.err"):
@@ -138,9 +136,7 @@ def test_drain_waits_for_a_slow_reader_until_it_is_cancelled(shown: tuple[int, i
     worker.exit()
 
 
-def test_lines_stay_whole_when_the_reader_of_a_high_descriptor_is_slow(
-    shown: tuple[int, int],
-) -> None:
+def test_lines_stay_whole_for_a_slow_reader_of_a_high_descriptor(shown: tuple[int, int]) -> None:
     """Another process has made it non-blocking; a launch of 500 workers has more than 1,024."""
     assert allow_descriptors(2000) is None
     high = fcntl.fcntl(shown[1], fcntl.F_DUPFD_CLOEXEC, 1500)

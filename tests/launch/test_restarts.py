@@ -12,15 +12,15 @@ import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.launch.conftest import Start
-from zrpc.launch import LaunchError, Task
+from zrpc.launch import Task
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
-from zrpc.membership.store_server import serve
 
 PRELOAD = list(DEFAULT_PRELOAD)
 
@@ -44,9 +44,7 @@ FAILS = f"""
     """
 
 
-def test_a_worker_is_started_again_until_its_restarts_are_used_up(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_worker_is_restarted_until_its_restarts_are_used_up(start: Start, tmp_path: Path) -> None:
     outer = {"TORCHELASTIC_RESTART_COUNT": "9", "ZRPC_MAX_RESTARTS": "9"}
     job = {"max_restarts": 2, "log_dir": str(tmp_path / "logs"), "preload": PRELOAD}
     code, out, err = start(FAILS, nprocs=2, environ=outer, **job).finish()
@@ -161,6 +159,25 @@ def test_a_second_launch_adds_workers_to_an_elastic_mesh(start: Start, tmp_path:
     assert "[1] in WorkerInfo(id=1, name=worker1)\n" in out
 
 
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ("listen", ["could not host a store for the workers at", "in use"]),
+        ("join", ["could not find the workers' store at", "--join names", "within 0.5 s"]),
+    ],
+)
+def test_a_store_that_cannot_be_hosted_or_found_is_an_error(
+    start: Start, free_port: int, way: str, texts: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if way == "listen" else free_port
+        environ = {"ZRPC_INIT_TIMEOUT": "0.5", "ZRPC_SECRET": "5ec7e7" * 12}
+        job = {way: f"127.0.0.1:{port}", "elastic": True, "preload": PRELOAD}
+        code, out, err = start("print('started')", environ=environ, **job).finish()
+    assert (code, out) == (1, "")
+    assert [text for text in texts if text not in err] == [], err
+
+
 # -- without a launcher process ---------------------------------------------------------------
 
 
@@ -173,28 +190,10 @@ def test_parse_address() -> None:
             parse_address(text)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("hosts", "text"), [(True, "zrpc launch: "), (False, r"within 0\.5 s, found nobody")]
-)
-def test_store_process_exits_if_its_address_is_taken_or_nobody_is_there_in_time(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, hosts: bool, text: str
-) -> None:
-    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
-    reading, writing = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
-        port = taken.getsockname()[1] if hosts else free_port
-        with pytest.raises(SystemExit, match=text):
-            serve("127.0.0.1", port, hosts, 1, writing)
-        os.close(writing)
-        assert report.read() == b""
-
-
 class StoreStarter:
-    """Starts a process that sends some bytes in the place of a rank, a while after a signal."""
+    """Gets a signal as it starts the store's process, which reports the rank 4 a while after."""
 
-    def __init__(self, answer: bytes, number: int = signal.SIGUSR1) -> None:
-        self.answer = answer
+    def __init__(self, number: int) -> None:
         self.number = number
         self.thread = threading.Timer(0.1, self.reply)
 
@@ -206,31 +205,13 @@ class StoreStarter:
 
     def reply(self) -> None:
         with open(self.report, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
-            file.write(self.answer)
-
-    def reserve(self, hosts: bool = True) -> int | None:
-        with SignalInbox(STOPS | FORWARDED) as inbox:
-            try:
-                return reserve_ranks(self, {}, StoreAddress("h", 9), 1, hosts, inbox)  # type: ignore[arg-type]
-            finally:
-                assert inbox.take() == {self.number}
-                self.thread.join()
+            file.write(struct.pack("=q", 4))
 
 
 @pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
-def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
-    number: signal.Signals, found: int | None
-) -> None:
-    assert StoreStarter(struct.pack("=q", 4), number).reserve() == found
-
-
-@pytest.mark.parametrize(
-    ("hosts", "text"),
-    [
-        (True, "could not host a store for the workers at h:9: see"),
-        (False, "could not find the workers' store at h:9: see .* The launch that --join names"),
-    ],
-)
-def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
-    with pytest.raises(LaunchError, match=text):
-        StoreStarter(b"").reserve(hosts)
+def test_only_a_stop_ends_the_wait_for_a_store(number: signal.Signals, found: int | None) -> None:
+    starter: Any = StoreStarter(number)
+    with SignalInbox(STOPS | FORWARDED) as inbox:
+        assert reserve_ranks(starter, {}, StoreAddress("h", 9), 1, True, inbox) == found
+        assert inbox.take() == {number}
+    starter.thread.join()

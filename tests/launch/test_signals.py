@@ -203,9 +203,7 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(waitin
     assert launched.stop()[0] == 143
 
 
-def test_a_signal_that_comes_while_a_launch_is_suspended_stops_it_as_it_goes_on(
-    waiting: Start,
-) -> None:
+def test_a_signal_to_a_suspended_launch_stops_it_as_it_goes_on(waiting: Start) -> None:
     launched = waiting(nprocs=2, popen={"process_group": 0})
     launched.process.send_signal(signal.SIGTSTP)
     os.waitpid(launched.process.pid, os.WUNTRACED)
