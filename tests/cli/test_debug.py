@@ -40,6 +40,13 @@ HANDLER = f"""{IMPORTS}
         print("got", rpc.rpc_sync("worker1", handler, (6,), timeout=2))
     rpc.shutdown()
 """
+RAISES = f"""{BEGIN}
+    import signal
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first that exits stops the other
+    rpc.barrier()
+    here = f"script of {{rank}}"
+    raise ValueError(here)
+"""
 Begin = Callable[..., TerminalProgram]
 
 
@@ -77,20 +84,7 @@ def test_breakpoint_of_a_handler_opens_a_prompt_at_the_launchers_terminal(begin:
 
 
 def test_errors_of_handler_and_script_open_prompts_one_after_the_other(begin: Begin) -> None:
-    launched = begin(
-        "launch",
-        "--pdb",
-        "-n",
-        "2",
-        script=BEGIN
-        + """
-    import signal
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first that exits stops the other
-    rpc.barrier()
-    here = f"script of {rank}"
-    raise ValueError(here)
-    """,
-    )
+    launched = begin("launch", "--pdb", "-n", "2", script=RAISES)
     for rank in range(2):  # else one would be in the barrier when the other one exits
         launched.await_text(f"ValueError: script of {rank}")
     shown = ""

@@ -15,39 +15,21 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.programs import run_python
-from tests.support.warm import warm_commands
 from zrpc.cli import main
 from zrpc.cli.launch import command
 
 ZRPC = str(Path(sys.executable).with_name("zrpc"))
 
 
-def run(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None, forked: bool = False
-) -> tuple[int, str, str]:
-    """Runs the installed command. Its workers are new interpreters, unless a test says otherwise.
+def run(*arguments: str, cwd: Path, forked: bool = False, **env: str) -> tuple[int, str, str]:
+    """Runs the command. Its workers are new interpreters, unless a test says otherwise.
 
     With `forked`, the command is forked from a process that has imported torch, and so are its
     workers: for tests whose workers need torch, and that are about these.
     """
-    command = [warm_commands().python, "-m", "zrpc.cli"] if forked else [ZRPC]
     method = {} if forked else {"ZRPC_START_METHOD": "spawn"}
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=cwd,
-        env={**os.environ, **method, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stdout, done.stderr
-
-
-def run_limited(limit: str, *arguments: str, cwd: Path) -> tuple[int, str, str]:
-    """Launches under a limit of the shell's `ulimit`."""
-    command = ["sh", "-c", f'ulimit {limit} && exec "$@"', "sh", ZRPC, "launch", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    command = ("-m", "zrpc.cli", *arguments)
+    done = run_python(*command, cwd=cwd, warm=forked, **{**method, **env})
     return done.returncode, done.stdout, done.stderr
 
 
@@ -182,11 +164,11 @@ def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None
 
 def test_a_launcher_without_descriptors_says_which_limit_to_raise(tmp_path: Path) -> None:
     (tmp_path / "s.py").touch()
-    options = ("-n", "16", "--start-method", "spawn")
-    code, _, err = run_limited("-n 24", *options, "s.py", cwd=tmp_path)
-    assert code == 1
-    assert "Too many open files" in err
-    assert "raise the limit with `ulimit -n`" in err
+    command = f"ulimit -n 24 && exec {ZRPC} launch -n 16 --start-method spawn s.py"
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "Too many open files" in done.stderr
+    assert "raise the limit with `ulimit -n`" in done.stderr
 
 
 def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
@@ -245,7 +227,7 @@ def test_a_trace_of_the_whole_run(tmp_path: Path, by_launcher: bool) -> None:
     options = ["--trace", "trace.json"] if by_launcher else []
     env = {} if by_launcher else {"ZRPC_TRACE": str(folder)}
     code, _, err = run(
-        *("launch", "-n", "2", *options, "calling.py"), cwd=tmp_path, env=env, forked=True
+        *("launch", "-n", "2", *options, "calling.py"), cwd=tmp_path, forked=True, **env
     )
     assert code == 0, err
     workers, did = traced((tmp_path if by_launcher else folder) / "trace.json")
@@ -317,9 +299,10 @@ main(["launch", "script.py"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_trace_for_which_the_disk_is_full(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_text("raise SystemExit(3)")
-    code, _, err = run_limited("-f 0", "--trace", "trace.json", "s.py", cwd=tmp_path)
+def test_a_trace_that_cannot_be_written_at_the_end(tmp_path: Path) -> None:
+    script = "import os; os.remove('trace.json'); os.mkdir('trace.json'); raise SystemExit(3)"
+    (tmp_path / "s.py").write_text(script)
+    code, _, err = run("launch", "--trace", "trace.json", "s.py", cwd=tmp_path)
     assert code == 3  # that of the worker
     assert "the trace trace.json can't be written: " in err
     assert sorted(os.listdir(tmp_path)) == ["s.py", "trace.json"]

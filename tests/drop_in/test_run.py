@@ -144,30 +144,6 @@ def test_a_process_that_uses_no_rpc_loads_nothing(write: Write, commands: Comman
     assert {name for name in loaded if "drop_in" not in name} == few
 
 
-def test_the_launcher_has_the_drop_in_too(
-    write: Write, commands: Commands, quick_commands: Commands
-) -> None:
-    write(
-        "program.py",
-        """
-        import os
-        import torch.distributed.rpc as rpc
-
-        rank = int(os.environ["RANK"])
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-        if rank == 0:
-            info = rpc.rpc_sync("worker1", rpc.get_worker_info)
-            print(info.name, type(info).__module__)
-        rpc.shutdown()
-        """,
-    )
-    launch = ["-m", "zrpc.cli", "launch", "--nprocs", "2"]
-    ended = commands(*launch, "--drop-in", "program.py")
-    assert ended.stdout == "[0] worker1 zrpc.membership.worker_info\n", ended.stderr
-    plain = quick_commands(*launch, "program.py")
-    assert plain.stdout == "[0] worker1 torch._C._distributed_rpc\n", plain.stderr
-
-
 COMPILED = """
     import torch
     import torch.distributed.rpc as rpc
