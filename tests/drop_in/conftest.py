@@ -20,6 +20,12 @@ from torch.futures import wait_all
 import zrpc.drop_in
 zrpc.drop_in.install()
 import torch.distributed.rpc as rpc
+
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
 """
 Succeed = Callable[[str], None]
 Commands = Callable[..., "subprocess.CompletedProcess[str]"]

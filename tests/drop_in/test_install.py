@@ -94,16 +94,11 @@ def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error(installed: Suc
             raise kind(7, 3)
 
         rpc.init_rpc("worker0", rank=0, world_size=1)
-        try:
-            rpc.rpc_sync("worker0", fail, (OfTwo,))
-        except RuntimeError as error:
-            assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
-        else:
-            assert False
-        try:
-            rpc.rpc_sync("worker0", fail, (Formats,))
-        except Formats as error:
-            assert str(error) == "wanted 7, have 3"
+        error = error_of(rpc.rpc_sync, "worker0", fail, (OfTwo,))
+        assert isinstance(error, RuntimeError) and not isinstance(error, OfTwo)
+        assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
+        error = error_of(rpc.rpc_sync, "worker0", fail, (Formats,))
+        assert isinstance(error, Formats) and str(error) == "wanted 7, have 3"
         rpc.shutdown()
     """)
 
@@ -115,12 +110,9 @@ def test_a_program_for_torch_1_4_runs(installed: Succeed) -> None:
         from torch.distributed.rpc import ProcessGroupRpcBackendOptions
         from torch.distributed.rpc.backend_registry import BackendType
 
-        try:
-            rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))
-        except TypeError as error:
-            assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
-        else:
-            raise AssertionError
+        error = error_of(rpc.TensorPipeRpcBackendOptions, rpc_timeout=timedelta(seconds=1))
+        assert isinstance(error, TypeError)
+        assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
         options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=7))
         assert options.rpc_timeout == 7
         options.num_send_recv_threads = 8
@@ -146,10 +138,7 @@ def test_private_names_that_libraries_use(installed: Succeed) -> None:
         def name():
             return rpc.get_worker_info().name
 
-        try:
-            name()
-        except RuntimeError as error:
-            assert str(error).startswith("RPC has not been initialized")
+        assert str(error_of(name)).startswith("RPC has not been initialized")
         assert not _is_current_rpc_agent_set()
         made = backend_registry.construct_rpc_backend_options(
             rpc.BackendType.TENSORPIPE, rpc_timeout=constants.DEFAULT_RPC_TIMEOUT_SEC
@@ -172,14 +161,10 @@ def test_private_names_that_libraries_use(installed: Succeed) -> None:
             assert dist_autograd._retrieve_context(context_id)._context_id() == context_id
             assert dist_autograd._current_context()._context_id() == context_id
             dist_autograd._is_valid_context(context_id)
-        try:
-            dist_autograd._retrieve_context(context_id)
-        except RuntimeError as error:
-            assert "Could not find autograd context with id" in str(error)
-        try:
-            dist_autograd._current_context()
-        except RuntimeError as error:
-            assert "doesn't have a valid autograd context" in str(error)
+        error = error_of(dist_autograd._retrieve_context, context_id)
+        assert "Could not find autograd context with id" in str(error)
+        error = error_of(dist_autograd._current_context)
+        assert "doesn't have a valid autograd context" in str(error)
         rpc.shutdown()
     """)
 
@@ -188,20 +173,14 @@ def test_waits_of_torch_end_with_the_first_error_of_our_futures(installed: Succe
     installed("""
         import threading
 
-        def fail():
-            raise KeyError("wrong")
-
         release = threading.Event()
 
         def run():
             return release.wait(60)
 
         def waits(wait):
-            slow, quick = rpc.rpc_async("worker0", run), rpc.rpc_async("worker0", fail)
-            try:
-                wait([slow, quick])
-            except KeyError:
-                return not slow.done()
+            slow, quick = rpc.rpc_async("worker0", run), rpc.rpc_async("worker0", int, ("x",))
+            return isinstance(error_of(wait, [slow, quick]), ValueError) and not slow.done()
 
         plain = torch.futures.Future()
         plain.set_result(1)

@@ -18,8 +18,8 @@ import zrpc as rpc
 
 rank = int(os.environ["RANK"])
 if rank == 1:
-    time.sleep(3)
-rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.ZmqRpcBackendOptions(rpc_timeout=1))
+    time.sleep(1.5)
+rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.ZmqRpcBackendOptions(rpc_timeout=0.5))
 joined = threading.Event()  # workers of an elastic mesh don't wait for one another
 rpc.on_worker_joined(lambda worker: joined.set())
 assert joined.wait(100)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.pages import ROOT, blocks
@@ -15,6 +16,8 @@ EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 DEADLINE = 400.0  # seconds
 Outcome = subprocess.CompletedProcess[str]
+Launch = Callable[..., str]
+RunPlainly = Callable[..., list[Outcome]]
 # Not the numbers in names, such as `worker1`, and not ranks, such as `[1]`.
 _NUMBER = re.compile(r"(?<![\w\[.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w\]])")
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")

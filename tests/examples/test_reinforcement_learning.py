@@ -8,15 +8,18 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish, number_in
-
-Launch = Callable[..., str]
-RunPlainly = Callable[..., list[Outcome]]
+from tests.examples.example_commands import (
+    EXAMPLES,
+    Commands,
+    Launch,
+    RunPlainly,
+    finish,
+    number_in,
+)
 
 # async_rl.py
 
@@ -101,7 +104,7 @@ def test_cartpole_stops_at_ctrl_c(commands: Commands) -> None:
 
 
 def test_it_says_what_to_install_if_gymnasium_is_missing(
-    run_first: Callable[..., Outcome], tmp_path: Path
+    run_plainly: RunPlainly, tmp_path: Path
 ) -> None:
     # Python refuses to import what is None there, even if it has been imported before.
     without = tmp_path / "without.py"
@@ -110,7 +113,7 @@ def test_it_says_what_to_install_if_gymnasium_is_missing(
         "sys.modules['gymnasium'] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
-    outcome = run_first(2, without, CARTPOLE)
+    [outcome] = run_plainly(2, without, CARTPOLE, started=1)
     assert outcome.returncode == 1
     assert "pip install gymnasium rich" in outcome.stderr
     assert "Traceback" not in outcome.stderr
