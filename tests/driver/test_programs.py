@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.programs import run_python
 from tests.support.waiting import until
 from zrpc.testing.procfs import state_of
 
@@ -79,10 +80,9 @@ print(child.exitcode, zrpc.rpc_sync(0, max, args=(1, 2)))
 def test_a_child_that_runs_the_script_is_told_of_the_guard(runtime: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_WITH_A_CHILD)
-    process = start(str(script), runtime=runtime)
-    out, err = process.communicate("", SECONDS)
-    assert out.split() == ["1", "2"]
-    assert "zrpc.start_mesh was called again by a process" in err
+    done = run_python(str(script), warm=True, ZRPC_RUNTIME_DIR=str(runtime))
+    assert done.stdout.split() == ["1", "2"]
+    assert "zrpc.start_mesh was called again by a process" in done.stderr
 
 
 _SUSPENDED = """\

@@ -113,10 +113,7 @@ def test_a_program_for_torch_1_4_runs(installed: Succeed) -> None:
         error = error_of(rpc.TensorPipeRpcBackendOptions, rpc_timeout=timedelta(seconds=1))
         assert isinstance(error, TypeError)
         assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
-        options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=7))
-        assert options.rpc_timeout == 7
-        options.num_send_recv_threads = 8
-        options.rpc_timeout = timedelta(seconds=30)
+        options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=30))
         rpc.init_rpc("worker0", BackendType.PROCESS_GROUP, 0, 1, options)
         assert rpc.get_rpc_timeout() == 30
         rpc._set_rpc_timeout(timedelta(minutes=1))

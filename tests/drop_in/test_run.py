@@ -91,11 +91,12 @@ FAILS = """
 """
 
 
-def test_a_callee_prints_the_errors_of_its_functions_as_that_of_torch_does(
-    write: Write, commands: Commands, tmp_path: Path
+def test_a_callee_prints_the_errors_of_its_functions(
+    write: Write, quick_commands: Commands, tmp_path: Path
 ) -> None:
+    """As that of torch does."""
     write("program.py", FAILS.replace("file://store", f"file://{tmp_path}/store"))
-    ended = commands(*RUN, "program.py")
+    ended = quick_commands(*RUN, "program.py")
     assert ended.stdout == "caught 'for the caller'\n", ended.stderr
     assert "a call of fail failed" in ended.stderr
     assert "KeyError: 'for the caller'" in ended.stderr

@@ -261,7 +261,8 @@ def test_thread_that_a_tool_starts_in_each_interpreter_is_noted_once(
         """
     write(tool, "lib/sitecustomize.py")
     environ = {"PYTHONPATH": str(tmp_path / "lib")}
-    code, out, err = start("print('started')", nprocs=2, environ=environ).finish()
-    assert (code, sorted(out.splitlines())) == (0, ["[0] started", "[1] started"])
+    script = "import sys; print('colorsys' in sys.modules)"  # each is a new interpreter
+    code, out, err = start(script, nprocs=2, preload=["colorsys"], environ=environ).finish()
+    assert (code, sorted(out.splitlines())) == (0, ["[0] False", "[1] False"])
     assert err.count("(tracer)") == err.count("\n") == 1
     assert err.startswith("zrpc launch: note: workers can't be forked, because something starts")

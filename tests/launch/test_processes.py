@@ -84,7 +84,7 @@ def work(rank):
 def test_a_script_without_a_guard_is_told_in_a_sentence(tmp_path: Path, call: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(_NO_GUARD + call)
-    done = run_python(str(script))
+    done = run_python(str(script), warm=True)
     assert done.returncode == 1
     assert done.stdout == ""
     last = done.stderr.splitlines()[-1]

@@ -73,12 +73,11 @@ def test_torch_is_preloaded_and_random_numbers_differ(write: Write, serve: Serve
     assert len(set(numbers)) == len(numbers) == 12
 
 
-@pytest.mark.parametrize("where", ["sitecustomize.py", "preloaded.py"])
-def test_thread_of_a_tool_makes_each_child_a_new_interpreter(
-    write: Write, serve: Serve, where: str
+def test_thread_of_a_preloaded_module_makes_each_child_a_new_interpreter(
+    write: Write, serve: Serve
 ) -> None:
     source = "import _thread, time; _thread.start_new_thread(time.sleep, (999,))"
-    write(source, f"lib/{where}")
+    write(source, "lib/preloaded.py")
     script = write("import sys; sys.exit('colorsys' in sys.modules)")
     with serve("preloaded", "colorsys") as server:
         assert "threads in each interpreter (1 without a name)" in server.note

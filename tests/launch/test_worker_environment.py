@@ -12,54 +12,33 @@ import pytest
 from tests.launch.conftest import Start
 from zrpc.launch.worker import base_environment
 
-SHOW = """
+SHARED = ("MASTER_PORT", "ZRPC_RUNTIME_DIR", "ZRPC_STORE_DIR")
+SHOW = f"""
     import json, os, sys
-    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-            "ZRPC_WORKER_NAME", "ZRPC_RUNTIME_DIR", "OMP_NUM_THREADS", "EXTRA",
-            "TORCHELASTIC_USE_AGENT_STORE", "ZRPC_STORE_DIR")
-    print(json.dumps([{key: os.environ.get(key) for key in keys}, sys.argv[1:]]))
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+            "OMP_NUM_THREADS", "ZRPC_WORKER_NAME", "EXTRA", "TORCHELASTIC_USE_AGENT_STORE")
+    keys += {SHARED}
+    print(json.dumps({{"argv": sys.argv[1:], **{{key: os.environ.get(key) for key in keys}}}}))
     """
-
-
-def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
-    rows = []
-    for line in out.splitlines():
-        prefix, _, rest = line.partition(" ")
-        rows.append((int(prefix[1:-1]), *json.loads(rest)))
-    return sorted(rows, key=lambda row: row[0])
+OUTER = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_each_worker_gets_its_environment(start: Start, method: str) -> None:
-    environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    launched = start(
-        SHOW,
-        argv=["--nprocs", "9"],
-        nprocs=3,
-        name_prefix="w",
-        env={"EXTRA": "a=b"},
-        start_method=method,
-        environ=environ,
-    )
-    code, out, err = launched.finish()
+    job = {"argv": ["--nprocs", "9"], "name_prefix": "w", "env": {"EXTRA": "a=b"}}
+    code, out, err = start(SHOW, nprocs=3, start_method=method, environ=OUTER, **job).finish()
     assert (code, err) == (0, "")
-    rows = shown(out)
-    assert [row[0] for row in rows] == [0, 1, 2]
-    for rank, env, argv in rows:
-        assert argv == ["--nprocs", "9"]
-        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
-        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
-        assert env["MASTER_ADDR"] == "127.0.0.1"
-        assert 1024 < int(env["MASTER_PORT"]) < 65536
-        assert env["ZRPC_WORKER_NAME"] == f"w{rank}"
-        assert env["OMP_NUM_THREADS"] == "1"
-        assert env["EXTRA"] == "a=b"
-        assert env["TORCHELASTIC_USE_AGENT_STORE"] is None
-    assert len({row[1]["MASTER_PORT"] for row in rows}) == 1
-    (directory,) = {row[1]["ZRPC_RUNTIME_DIR"] for row in rows}
-    assert {row[1]["ZRPC_STORE_DIR"] for row in rows} == {directory}
+    lines = enumerate(sorted(out.splitlines()))
+    rows = [json.loads(line.removeprefix(f"[{rank}] ")) for rank, line in lines]
+    [(port, directory, store)] = {tuple(row.pop(key) for key in SHARED) for row in rows}
+    assert 1024 < int(port) < 65536
+    assert store == directory
     assert not os.path.exists(directory)
+    same = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "EXTRA": "a=b"}
+    same |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": None, "argv": job["argv"]}
+    for rank, row in zip("012", rows, strict=True):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "ZRPC_WORKER_NAME": f"w{rank}"}
+        assert row == {**same, **own}
 
 
 MEET = """
