@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import SECONDS, engine_environment
+from tests.engines.conftest import engine_environment, run
 from tests.support.warm import warm_commands
 
 pytestmark = pytest.mark.system
@@ -45,13 +44,6 @@ def test_one_variable_lets_a_worker_be_late(engine: str, free_port: int, tmp_pat
     (tmp_path / "worker.py").write_text(WORKER)
     arguments = ENGINES[engine].format(port=free_port).split()
     env = engine_environment(OMP_NUM_THREADS="1", ZRPC_INIT_TIMEOUT="100")
-    ended = subprocess.run(
-        [warm_commands().python, *arguments, str(tmp_path / "worker.py")],
-        env=warm_commands().environment(env),
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("rank 0") == ended.stdout.count("rank 1") == 1
+    command = [warm_commands().python, *arguments, str(tmp_path / "worker.py")]
+    output = "\n".join(run(*command, env=warm_commands().environment(env)))
+    assert output.count("rank 0") == output.count("rank 1") == 1
