@@ -7,15 +7,6 @@ from hypothesis import strategies as st
 from zrpc.launch.line_splitter import LineSplitter, ThrottledSplitter
 
 
-def test_progress_bar_is_shown_once_a_second_and_at_its_end() -> None:
-    splitter = LineSplitter()
-    got = []
-    for percent in range(100):
-        got += splitter.feed(b"\r%d%%" % percent, now=percent / 25)
-    got += splitter.feed(b"\r100%\n", now=4.0)
-    assert got == [b"0%", b"25%", b"50%", b"75%", b"100%"]
-
-
 @pytest.mark.system
 def test_line_is_whole_up_to_16_mib_and_a_longer_one_is_shown_in_pieces() -> None:
     splitter = LineSplitter()
