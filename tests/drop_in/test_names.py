@@ -11,7 +11,7 @@ import pytest
 import torch.distributed.rpc as torch_rpc
 
 import zrpc
-from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS
+from zrpc.drop_in.names import KEPT, MODULES, REPLACEMENTS, advice
 from zrpc.drop_in.replacement import replace_names
 
 
@@ -31,6 +31,11 @@ def test_constants_of_torch_that_stay_agree_with_ours() -> None:
     assert options.rpc_timeout == constants.DEFAULT_RPC_TIMEOUT_SEC
     assert options.num_worker_threads == constants.DEFAULT_NUM_WORKER_THREADS
     assert options.init_method == constants.DEFAULT_INIT_METHOD
+
+
+def test_advice_is_specific_if_there_is_some() -> None:
+    assert "one back end" in advice("torch.distributed.rpc.backend_registry.register_backend")
+    assert "coming-from-torch" in advice("torch.distributed.rpc.something_else")
 
 
 class _Own:
