@@ -168,7 +168,7 @@ print(zrpc.rpc_sync(0, f))
 print(await zrpc.rpc_async(0, f))
 """
     options = ("--simple-prompt", "--no-banner", "--colors=NoColor")
-    done = run_python("-m", "IPython", *options, stdin=source)
+    done = run_python("-m", "IPython", *options, stdin=source, warm=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("('answer', 'worker0')") == 2, done.stdout
     assert "Traceback" not in done.stdout + done.stderr
