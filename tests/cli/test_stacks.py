@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import time
 
@@ -72,6 +73,16 @@ def test_process_that_is_stopped_or_holds_the_interpreter_is_reported(mesh: Mesh
 
 def hold_the_interpreter(seconds: float) -> None:
     ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def test_output_as_json(mesh: Mesh) -> None:
+    done = stacks("--json", str(os.getpid()))
+    assert done.exit_code == 0
+    [found] = json.loads(done.output)["meshes"]
+    assert [(w["name"], w["pid"]) for w in found["workers"]] == [
+        (name, os.getpid()) for name in mesh.names
+    ]
+    assert found["silent"] == found["cycles"] == []
 
 
 def test_unknown_worker_and_invalid_timeout_are_errors() -> None:
