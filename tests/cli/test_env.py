@@ -7,7 +7,7 @@ import os
 import pytest
 from click.testing import CliRunner, Result
 
-from tests.membership.test_cluster_environment import BATCH_SCRIPT, KUBERNETES, SLURM
+from tests.membership.test_cluster_environment import BATCH_SCRIPT, KUBERNETES
 from zrpc.cli import main
 
 
@@ -24,18 +24,6 @@ def empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(variables: dict[str, str]) -> Result:
     return CliRunner().invoke(main, ["env"], env=variables)
-
-
-def test_each_value_is_shown_with_its_source() -> None:
-    done = run({**SLURM, "MASTER_PORT": "29500"})
-    assert done.exit_code == 0
-    assert done.output.splitlines() == [
-        "rank=2 from SLURM_PROCID",
-        "world_size=4 from SLURM_STEP_NUM_TASKS",
-        "local_rank=1 from SLURM_LOCALID",
-        "master_addr=n1 from SLURM_STEP_NODELIST",
-        "master_port=29500 from MASTER_PORT",
-    ]
 
 
 def test_the_host_name_of_a_pod_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import dedent
@@ -16,37 +16,37 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.programs import run_python
-from tests.support.warm import warm_commands
 from zrpc.cli import main
 from zrpc.cli.launch import command
 
 ZRPC = str(Path(sys.executable).with_name("zrpc"))
 
 
-def run(
-    *arguments: str, cwd: Path, env: dict[str, str] | None = None, forked: bool = False
-) -> tuple[int, str, str]:
-    """Runs the installed command. Its workers are new interpreters, unless a test says otherwise.
+Launch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Launch:
+    """Launches a script in a directory of its own; returns its exit code, output and errors.
 
     With `forked`, the command is forked from a process that has imported torch, and so are its
-    workers: for tests whose workers need torch, and that are about these.
+    workers: for tests whose workers need torch, and that are about these. Otherwise these are new
+    interpreters.
     """
-    command = [warm_commands().python, "-m", "zrpc.cli"] if forked else [ZRPC]
-    method = {} if forked else {"ZRPC_START_METHOD": "spawn"}
-    done = subprocess.run(
-        [*command, *arguments],
-        cwd=cwd,
-        env={**os.environ, **method, **(env or {})},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    return done.returncode, done.stdout, done.stderr
+
+    def launch(source: str, *words: str, forked: bool = False, **env: str) -> tuple[int, str, str]:
+        (tmp_path / "s.py").write_text(dedent(source))
+        method = {} if forked else {"ZRPC_START_METHOD": "spawn"}
+        command = ("-m", "zrpc.cli", "launch", *words)
+        done = run_python(*command, cwd=tmp_path, warm=forked, **{**method, **env})
+        return done.returncode, done.stdout, done.stderr
+
+    return launch
 
 
-def test_version_is_that_of_the_distribution(tmp_path: Path) -> None:
-    assert run("--version", cwd=tmp_path) == (0, f"zrpc, version {version('torch-zrpc')}\n", "")
+def test_version_is_that_of_the_distribution() -> None:
+    done = subprocess.run([ZRPC, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"zrpc, version {version('torch-zrpc')}\n"
 
 
 def test_help_imports_neither_torch_nor_zmq() -> None:
@@ -80,14 +80,13 @@ def test_commands_are_listed_by_use_and_no_help_shows_a_mark_for_the_formatter()
         assert "\\b" not in CliRunner().invoke(main, [name, "--help"]).output
 
 
-def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(tmp_path: Path) -> None:
-    (tmp_path / "s.py").write_text("import sys; print(sys.argv[1:])")
+def test_an_option_after_the_script_is_noted_unless_it_is_meant_for_that(launch: Launch) -> None:
     for arguments, noted in (
         (["s.py", "--nproc-per-node=2"], "--nproc-per-node=2"),
         (["-n", "1", "s.py", "--nprocs", "2"], None),
         (["s.py", "--lr", "1", "-m", "x"], None),
     ):
-        code, out, err = run("launch", *arguments, cwd=tmp_path)
+        code, out, err = launch("import sys; print(sys.argv[1:])", *arguments)
         assert (code, out) == (0, f"[0] {arguments[arguments.index('s.py') + 1 :]!r}\n")
         assert (f"note: {noted} stands after the script and is passed to it" in err) == bool(err)
         assert bool(err) == (noted is not None)
@@ -157,19 +156,17 @@ WAITS_FOR_ZRPC = """
     [("others", 0), ("others", 1), ("a call", 0), ("a barrier", 0), ("the shutdown", 0)],
 )
 def test_a_worker_that_waits_only_for_zrpc_exits_when_a_peer_has_failed(
-    tmp_path: Path, what: str, restarts: int
+    launch: Launch, what: str, restarts: int
 ) -> None:
     """Even if it ignores SIGTERM."""
-    (tmp_path / "waits.py").write_text(dedent(WAITS_FOR_ZRPC))
     options = ["-n", "2", "--grace", "3600", "--max-restarts", str(restarts)]
-    code, _, err = run("launch", *options, "waits.py", what, cwd=tmp_path, forked=True)
+    code, _, err = launch(WAITS_FOR_ZRPC, *options, "s.py", what, forked=True)
     assert code == 3, err
 
 
-def test_launch_errors_are_explained_without_a_traceback(tmp_path: Path) -> None:
-    (tmp_path / "s.py").touch()
+def test_launch_errors_are_explained_without_a_traceback(launch: Launch) -> None:
     for place in ("/dev/null/logs", "/proc/logs"):
-        code, _, err = run("launch", "--log-dir", place, "s.py", cwd=tmp_path)
+        code, _, err = launch("", "--log-dir", place, "s.py")
         assert code == 1
         assert err.startswith(f"Error: the log directory {place} can't be created: ")
 
@@ -183,48 +180,31 @@ def test_a_launcher_without_descriptors_says_which_limit_to_raise(tmp_path: Path
     assert "raise the limit with `ulimit -n`" in done.stderr
 
 
-def test_options_after_the_script_are_passed_to_it(tmp_path: Path) -> None:
+def test_options_after_the_script_are_passed_to_it(launch: Launch, tmp_path: Path) -> None:
     script = """
         import os, sys
         print(*map(os.environ.get, ("ZRPC_WORKER_NAME", "A", "B", "ZRPC_IFACE")), sys.argv)
     """
-    (tmp_path / "s.py").write_text(dedent(script))
-    code, out, err = run(
-        *("launch", "--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"),
-        *("--log-dir", "logs", "--timeout", "60", "--iface", "eth7"),
-        *("s.py", "--nprocs", "3", "-m", "--", "--help"),
-        cwd=tmp_path,
-    )
-    assert (code, err) == (0, "")
+    options = ["--nprocs", "2", "--name-prefix", "w:", "--env", "A=1", "--env", "B=x=y"]
+    options += ["--log-dir", "logs", "--timeout", "60", "--iface", "eth7"]
     argv = ["s.py", "--nprocs", "3", "-m", "--", "--help"]
+    code, out, err = launch(script, *options, *argv)
+    assert (code, err) == (0, "")
     assert sorted(out.splitlines()) == [f"[{i}] w:{i} 1 x=y eth7 {argv}" for i in range(2)]
     assert (tmp_path / "logs" / "rank1.out").read_text() == f"w:1 1 x=y eth7 {argv}\n"
 
 
-def test_module_can_be_launched_and_its_exit_code_is_returned(tmp_path: Path) -> None:
-    (tmp_path / "tool.py").write_text("import sys; print(sys.argv[1:]); sys.exit(9)")
-    code, out, _ = run("launch", "-m", "tool", "-n", "4", cwd=tmp_path)
+def test_module_can_be_launched_and_its_exit_code_is_returned(launch: Launch) -> None:
+    code, out, _ = launch("import sys; print(sys.argv[1:]); sys.exit(9)", "-m", "s", "-n", "4")
     assert (code, out) == (9, "[0] ['-n', '4']\n")
 
 
-def test_workers_come_from_one_process_that_has_imported_torch_and_meet_through_it(
-    tmp_path: Path,
-) -> None:
-    script = """
-        import os, sys
-        assert "torch" in sys.modules
-        import torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        servers = [None, None]
-        dist.all_gather_object(servers, os.getppid())
-        print(len(servers), len(set(servers)), torch.get_num_threads())
-        dist.destroy_process_group()
-    """
-    (tmp_path / "s.py").write_text(dedent(script))
-    command = ("launch", "--start-method", "fork", "--nprocs", "2", "--timeout", "60", "s.py")
-    code, out, err = run(*command, cwd=tmp_path, env={"OMP_NUM_THREADS": "2"})
+def test_workers_come_from_one_process_that_has_imported_torch(launch: Launch) -> None:
+    script = "import os, sys; print(os.getppid(), 'torch' in sys.modules)"
+    code, out, err = launch(script, "--start-method", "fork", "--nprocs", "2", "s.py")
     assert code == 0, err
-    assert sorted(out.splitlines()) == [f"[{i}] 2 1 2" for i in range(2)]
+    [line] = {line.partition(" ")[2] for line in out.splitlines()}
+    assert line.endswith(" True")
 
 
 CALLING = """
@@ -236,38 +216,44 @@ with zrpc.session() as worker:
 """
 
 
-def traced(path: Path) -> tuple[set[str], set[str]]:
-    """Returns the workers in a trace, and what they did."""
-    events = json.loads(path.read_text())["traceEvents"]
-    workers = {e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
-    return workers, {event["name"] for event in events if event["ph"] == "X"}
+class Trace:
+    """What is in the file of a trace.
+
+    Attributes:
+        workers: the names of the workers.
+        did: the names of what they did.
+        missing: which workers' traces are not whole, and why.
+    """
+
+    def __init__(self, path: Path) -> None:
+        file = json.loads(path.read_text())
+        events = file["traceEvents"]
+        work = [event for event in events if event["ph"] == "X"]
+        self.workers = {e["args"]["name"].split()[0] for e in events if e["name"] == "process_name"}
+        self.did = {event["name"] for event in work}
+        self.missing = file["otherData"]["missing"]
+        # Each has a name, also the rows of threads that had ended when the trace was written.
+        rows = {(event["pid"], event["tid"]) for event in work}
+        assert rows <= {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
 
 
 @pytest.mark.parametrize("by_launcher", [True, False], ids=["--trace", "ZRPC_TRACE"])
-def test_a_trace_of_the_whole_run(tmp_path: Path, by_launcher: bool) -> None:
-    (tmp_path / "calling.py").write_text(CALLING)
-    folder = tmp_path / "traces"
+def test_a_trace_of_the_whole_run(launch: Launch, tmp_path: Path, by_launcher: bool) -> None:
+    folder = tmp_path if by_launcher else tmp_path / "traces"
     options = ["--trace", "trace.json"] if by_launcher else []
     env = {} if by_launcher else {"ZRPC_TRACE": str(folder)}
-    code, _, err = run(
-        *("launch", "-n", "2", *options, "calling.py"), cwd=tmp_path, env=env, forked=True
-    )
+    code, _, err = launch(CALLING, "-n", "2", *options, "s.py", forked=True, **env)
     assert code == 0, err
-    workers, did = traced((tmp_path if by_launcher else folder) / "trace.json")
-    assert workers == {"worker0", "worker1"}
-    assert {"rpc_sync#max(worker0 -> worker1)", "max"} <= did
-    file = json.loads(((tmp_path if by_launcher else folder) / "trace.json").read_text())
-    rows = {(e["pid"], e["tid"]) for e in file["traceEvents"] if e["ph"] == "X"}
-    named = {(e["pid"], e["tid"]) for e in file["traceEvents"] if e["name"] == "thread_name"}
-    assert rows <= named  # also the rows of threads that had ended when the trace was written
+    trace = Trace(folder / "trace.json")
+    assert trace.workers == {"worker0", "worker1"}
+    assert {"rpc_sync#max(worker0 -> worker1)", "max"} <= trace.did
     if by_launcher:
         assert "the trace of 2 of 2 workers is in trace.json" in err
-        assert not folder.exists()
+        assert sorted(os.listdir(tmp_path)) == ["s.py", "trace.json"]
 
 
-def test_a_trace_that_cannot_be_written_is_known_before_any_worker_starts(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text("print('started')")
-    code, out, err = run("launch", "--trace", "missing/trace.json", "script.py", cwd=tmp_path)
+def test_a_trace_that_cannot_be_written_is_known_before_any_worker_starts(launch: Launch) -> None:
+    code, out, err = launch("print('started')", "--trace", "missing/trace.json", "s.py")
     assert code == 2
     assert "started" not in out
     assert "missing/trace.json" in err
@@ -298,23 +284,11 @@ RESTARTED = """
 """
 
 
-def test_a_trace_counts_a_restarted_worker_once(tmp_path: Path) -> None:
-    (tmp_path / "restarted.py").write_text(dedent(RESTARTED))
+def test_a_trace_counts_a_restarted_worker_once(launch: Launch) -> None:
     options = ["--max-restarts", "1", "--trace", "trace.json"]
-    code, _, err = run("launch", *options, "restarted.py", cwd=tmp_path, forked=True)
+    code, _, err = launch(RESTARTED, *options, "s.py", forked=True)
     assert code == 0, err
     assert "the trace of 1 of 1 workers is in trace.json" in err
-
-
-def test_ctrl_c_outside_the_time_of_the_workers_has_its_exit_code(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupt(job: object) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("zrpc.cli.launch.launch", interrupt)
-    found = CliRunner().invoke(command, ["script.py"])
-    assert (found.exit_code, found.output) == (130, "")
 
 
 def test_ctrl_c_while_the_command_is_imported_has_the_same_exit_code() -> None:
@@ -333,33 +307,22 @@ main(["launch", "script.py"])
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_trace_for_which_the_disk_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_trace_that_cannot_be_written_at_the_end(launch: Launch, tmp_path: Path) -> None:
+    script = "import os; os.remove('trace.json'); os.mkdir('trace.json'); raise SystemExit(3)"
+    code, _, err = launch(script, "--trace", "trace.json", "s.py", forked=True)
+    assert code == 3  # that of the worker
+    assert "the trace trace.json can't be written: " in err
+    assert sorted(os.listdir(tmp_path)) == ["s.py", "trace.json"]
+
+
+def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(
+    launch: Launch, tmp_path: Path
 ) -> None:
-    def write_some(path: Path, text: str) -> None:
-        write(path, text[:1])
-        if text:
-            raise OSError(errno.ENOSPC, "the disk is full")
-
-    write = Path.write_text
-    monkeypatch.setattr("zrpc.cli.launch.launch", lambda job: 3)
-    monkeypatch.setattr(Path, "write_text", write_some)
-    found = CliRunner().invoke(command, ["--trace", str(tmp_path / "trace.json"), "script.py"])
-    assert found.exit_code == 3  # that of the worker
-    assert f"the trace {tmp_path / 'trace.json'} can't be written: " in found.output
-    assert os.listdir(tmp_path) == ["trace.json"]
-
-
-def test_the_trace_of_a_killed_worker_is_there_up_to_its_end(tmp_path: Path) -> None:
-    (tmp_path / "killed.py").write_text(dedent(KILLED))
-    code, _, err = run(
-        *("launch", "-n", "2", "--trace", "trace.json", "killed.py"), cwd=tmp_path, forked=True
-    )
+    code, _, err = launch(KILLED, "-n", "2", "--trace", "trace.json", "s.py", forked=True)
     assert code == 128 + 9, err
-    workers, did = traced(tmp_path / "trace.json")
-    assert workers == {"worker0", "worker1"}
-    assert "the last thing" in did
-    missing = json.loads((tmp_path / "trace.json").read_text())["otherData"]["missing"]
+    trace = Trace(tmp_path / "trace.json")
+    assert trace.workers == {"worker0", "worker1"}
+    assert "the last thing" in trace.did
     why = "worker1 (rank 1): it was killed, or runs on; what it did last is missing"
-    assert why in missing
+    assert why in trace.missing
     assert f"zrpc launch: {why}" in err

@@ -20,12 +20,14 @@ from tests.support.gates import Gate
 from tests.support.terminal import TerminalProgram
 from tests.support.waiting import SOON, until
 from zrpc.cli import main
+from zrpc.cli.top_tables import SORT_KEYS, sorted_workers
 from zrpc.services.inspection.discovery import MeshView, find_meshes
 from zrpc.services.inspection.rates import WorkerRates, mesh_rates
 from zrpc.testing import Mesh
 
 PID = str(os.getpid())
 CALLS = 200
+RUNNING = {"worker0": "running", "worker1": "running"}
 
 
 @pytest.fixture
@@ -126,20 +128,16 @@ def test_worker_whose_call_waits_too_long_is_stuck(mesh: Mesh, door: Gate) -> No
     until(lambda: states() == {"worker0": "stuck", "worker1": "running"})
     door.open()
     assert future.wait() == "in"
-    assert states() == {"worker0": "running", "worker1": "running"}
+    assert states() == RUNNING
 
 
-def test_worker_at_a_breakpoint_says_so(mesh: Mesh) -> None:
+def test_worker_at_a_breakpoint_and_one_that_waits_for_the_others_to_leave(mesh: Mesh) -> None:
     future = mesh.run(0, zrpc.rpc_async, 1, stops, (1,))
     terminal = Attached(mesh, 1)
     terminal.read_until("(Pdb) ")
     assert states() == {"worker0": "running", "worker1": "at a breakpoint"}
     terminal.send("c")
     assert future.wait() == 3
-
-
-def test_worker_that_waits_for_the_others_to_leave_is_serving(mesh: Mesh) -> None:
-    mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2))
     leaves = mesh.submit(1, lambda: mesh.agent(1).shutdown(timeout=SOON))
     until(lambda: states() == {"worker0": "running", "worker1": "serving"})
     mesh.agent(0).close()
@@ -199,7 +197,7 @@ def test_the_json_of_processes_and_a_restarted_worker_counts_once(mesh: Mesh) ->
     assert "Mesh of 1 worker, 1 lost" in CliRunner().invoke(main, command).output
     mesh.restart(1)
     mesh.run(0, zrpc.rpc_sync, 1, os.getpid)
-    until(lambda: states(str(mesh.pid(0))) == {"worker0": "running", "worker1": "running"})
+    until(lambda: states(str(mesh.pid(0))) == RUNNING)
     assert "Mesh of 2 workers" in CliRunner().invoke(main, command).output.splitlines()[0].strip()
 
 
@@ -219,8 +217,6 @@ def test_workers_have_a_second_to_answer_however_short_the_interval(
 
 
 def test_workers_are_sorted_by_the_key_and_unknown_ones_are_last() -> None:
-    from zrpc.cli.top_tables import SORT_KEYS, sorted_workers
-
     one, two = WorkerRates("b", 1, calls_in=1.0, cpu=0.0), WorkerRates("a", 2, calls_in=5.0)
     gone = WorkerRates("c", 0, state="lost")
     workers = [gone, one, two]

@@ -18,6 +18,7 @@ SAMPLE = [
     "DistAutogradTest.test_nested_context",
     "DistOptimizerTest.test_dist_optim",
     "RemoteModuleTest.test_get_module_rref",
+    "DdpComparisonTest.test_ddp_dist_autograd_local_vs_remote",
 ]
 
 

@@ -12,13 +12,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
 import zrpc
 import zrpc.testing
-from tests.docs.pages import ROOT, links, pages
+from tests.docs.pages import ROOT, blocks, links, pages
 from tests.support.warm import warm_commands
 from tests.test_imports import ROOMS
 from zrpc.agent.service import Service
@@ -146,6 +145,16 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert unlisted == []
 
 
+def test_every_line_of_the_tables_of_coming_from_ray_is_in_its_program() -> None:
+    page = ROOT / "docs" / "coming-from-ray.md"
+    rows = re.findall(r"^\| .* \| (.*) \|$", page.read_text(), re.MULTILINE)
+    found = [code for cell in rows for code in re.findall(r"(?<!})`([^`]+)`", cell)]
+    lines = [line for line in found if re.search(r"zrpc\.|\.rpc_|\)$", line)]
+    [program] = [block.text for block in blocks(page) if block.language == "python"]
+    assert len(lines) > 40
+    assert [line for line in lines if line not in program and line[:6] != "close("] == []
+
+
 @pytest.mark.zrpc(workers=1)
 def test_what_contributing_names_of_agents_services_and_hooks_exists(mesh: Mesh) -> None:
     found = re.findall(r"`(agent|Service|MessageHooks)\.([a-z_.]+)", _CONTRIBUTING)
@@ -175,16 +184,3 @@ def test_files_and_modules_that_a_page_names_exist(page: str) -> None:
     assert files
     assert [file for file in files if not (ROOT / file).exists()] == []
     assert [name for pair in modules for name in pair if name and not find_spec(name)] == []
-
-
-@pytest.mark.system
-def test_a_picture_of_a_terminal_shows_the_text_and_the_colours_of_a_command() -> None:
-    drawing = runpy.run_path(str(ROOT / "docs" / "terminal_picture.py"))
-    command = r"printf '\033[31mred\033[0m <%s>\n' $COLUMNS"
-    svg = drawing["picture"](command, drawing["run"](command, 40), 40)
-    root = ElementTree.fromstring(svg)
-    texts = {each.text: each.get("class") for each in root.iter(f"{{{root.tag[1:-4]}}}text")}
-    assert "red" in texts
-    assert "<40>" in "".join(str(text).replace("\xa0", "") for text in texts)
-    assert texts["red"] not in [classes for text, classes in texts.items() if text != "red"]
-    assert svg.count("<title>") == svg.count("<desc>") == 1

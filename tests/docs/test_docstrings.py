@@ -39,11 +39,7 @@ def _examples() -> list[Any]:
         module = importlib.import_module(name)
         globs = {**names, "torch": torch, **vars(module)}
         found += [test for test in finder.find(module, name, globs=globs) if test.examples]
-    return [pytest.param(test, id=test.name, marks=_marks(test.name)) for test in found]
-
-
-def _marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.system] if name.startswith(("zrpc.launch", "zrpc.testing")) else []
+    return [pytest.param(test, id=test.name) for test in found]
 
 
 @pytest.mark.system

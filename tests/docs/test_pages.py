@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.docs.pages import ROOT, Block, blocks, pages
-from tests.support.programs import Forked
 from tests.support.warm import buffered, warm_commands
 from zrpc.launch.port import ReservedPort
 
@@ -47,7 +46,8 @@ def _run_page(page: Path, directory: Path) -> None:
         elif block.language == "python":
             script = directory / f"line{block.line}.py"
             script.write_text(block.text)
-            _run_forked(where, script, directory)
+            # In a process that has imported torch already, which takes three seconds.
+            _run(where, [warm_commands().python, str(script)], directory, forked=True)
         elif block.language == "console":
             _run_session(where, block, directory, forked=page.name not in _COLD)
 
@@ -81,18 +81,6 @@ def _run_session(where: str, block: Block, directory: Path, forked: bool) -> Non
         assert any(pattern.fullmatch(line.rstrip()) for line in lines), (
             f"{where}: no line {pattern.pattern!r} in the output:\n{output}"
         )
-
-
-def _run_forked(where: str, script: Path, directory: Path) -> None:
-    """Runs a script in a process that has imported torch already, which takes three seconds."""
-    forked, out = Forked(), directory / f"{script.name}.out"
-    out.unlink(missing_ok=True)
-    try:
-        pid = forked.start(script, env=_environment(), out=out, cwd=directory)
-        code = forked.wait(pid, _TIMEOUT_SECONDS)
-    finally:
-        forked.kill()
-    assert code == 0, f"{where} ended with {code}:\n{out.read_text()}"
 
 
 def _run(where: str, command: list[str], directory: Path, forked: bool) -> str:

@@ -28,12 +28,7 @@ def test_every_module_that_logs_has_its_logger_in_the_table() -> None:
         name = own[1] if own else module
         calls = re.findall(r"\blogger\.(?!is)\w+\(", sources[path])
         assert table.count(f"`{name}` |") == len(calls), name
-
-
-@pytest.mark.system
-def test_a_table_row_has_the_text_that_is_logged() -> None:
-    row = "| `zrpc.futures` | error | `A call failed, and nobody waited for it` |"
-    assert row in TABLES["logger_table"]()
+    assert "| `zrpc.futures` | error | `A call failed, and nobody waited for it` |" in table
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))
@@ -48,8 +43,6 @@ def test_the_exit_codes_of_a_command_are_in_the_table(name: str) -> None:
 
 
 def test_the_exit_codes_of_the_launcher_are_in_the_table() -> None:
-    from zrpc.launch import launcher
-
     row = TABLES["exit_code_table"]()
-    assert f"{launcher._TIMED_OUT_CODE} after the timeout" in row
-    assert f"{launcher._OUTPUT_CLOSED_CODE} if the output" in row
+    assert "124 after the timeout" in row
+    assert "141 if the output" in row

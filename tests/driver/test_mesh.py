@@ -64,9 +64,7 @@ def mesh() -> Iterator[zrpc.DriverMesh]:
 
 @pytest.mark.usefixtures("mesh")
 class TestOpenMesh:
-    def test_workers_have_the_names_of_their_roles_and_the_driver_the_last_rank(
-        self, mesh: zrpc.DriverMesh
-    ) -> None:
+    def test_workers_are_named_by_roles_and_the_driver_is_last(self, mesh: zrpc.DriverMesh) -> None:
         assert mesh.names == ("learner0", "rollout0", "rollout1")
         infos = [(info.name, info.id) for info in zrpc.get_worker_infos()]
         assert infos == [("learner0", 0), ("rollout0", 1), ("rollout1", 2), ("driver", 3)]
@@ -74,9 +72,7 @@ class TestOpenMesh:
         assert roles == ["rollout", "rollout"]
         assert len(zrpc.rpc_sync(zrpc.group("*"), os.getpid)) == 4
 
-    def test_a_second_mesh_is_refused_and_the_first_stays_whole(
-        self, mesh: zrpc.DriverMesh
-    ) -> None:
+    def test_a_second_mesh_is_refused_and_the_first_goes_on(self, mesh: zrpc.DriverMesh) -> None:
         with pytest.raises(zrpc.RpcError, match=r"leave it first by mesh\.close\(\)"):
             zrpc.start_mesh(1)
         assert zrpc.rpc_sync("rollout1", max, args=(1, 2)) == 2
@@ -212,9 +208,7 @@ def test_an_error_in_the_block_stops_workers_in_spite_of_what_they_do() -> None:
     assert [state_of(pid) for pid in pids] == [""] * len(pids)
 
 
-def test_what_is_no_number_of_workers_is_refused_and_so_is_a_frozen_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_wrong_workers_and_frozen_programs_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     wrong: list[tuple[Any, type[Exception], str]] = [
         (0, ValueError, "1 worker or more of the role worker, but got 0"),

@@ -13,6 +13,20 @@ import pytest
 from tests.support.programs import Programs, run_python
 from zrpc.testing.server import warm_server
 
+_INSTALLED = """\
+import torch
+from torch.futures import wait_all
+
+import zrpc.drop_in
+zrpc.drop_in.install()
+import torch.distributed.rpc as rpc
+
+def error_of(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except Exception as error:
+        return error
+"""
 Succeed = Callable[[str], None]
 Commands = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -60,3 +74,9 @@ def succeed(programs: Programs) -> Succeed:
         assert ended.code == 0, ended.output
 
     return succeed
+
+
+@pytest.fixture
+def installed(succeed: Succeed) -> Succeed:
+    """Runs a program of torch's RPC that has imported torch, and then installed the drop-in."""
+    return lambda source: succeed(_INSTALLED + dedent(source))

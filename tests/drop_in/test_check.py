@@ -26,37 +26,23 @@ def _own_search_path() -> Iterator[None]:
 
 def test_names_are_found_by_what_a_file_calls_them() -> None:
     for source, names in (
-        ("import torch.distributed.rpc as rpc\nrpc.rpc_sync", [f"{RPC}.rpc_sync"]),
-        ("import torch\ntorch.distributed.rpc.RRef(1).owner()", [f"{RPC}.RRef"]),
-        (
-            "import torch.distributed as dist\ndist.rpc.api._all_gather(1)",
-            [f"{RPC}.api._all_gather"],
-        ),
-        ("from torch.distributed import rpc as r\nr.init_rpc('a')", [f"{RPC}.init_rpc"]),
-        ("from torch.distributed.rpc import RRef as R\nR(1)", [f"{RPC}.RRef"]),
-        (
-            "def f():\n    from torch.distributed.rpc.api import a, b",
-            [f"{RPC}.api.a", f"{RPC}.api.b"],
-        ),
-        (
-            "from torch.distributed.nn import RemoteModule\nRemoteModule.forward",
-            ["torch.distributed.nn.RemoteModule"],
-        ),
-        (
-            "import torch\ntorch._C._distributed_rpc.PyRRef",
-            ["torch._C._distributed_rpc.PyRRef"],
-        ),
-        (
-            "import torch.distributed.autograd as dist_autograd\ndist_autograd.context()",
-            ["torch.distributed.autograd.context"],
-        ),
+        ("import torch.distributed.rpc as rpc\nrpc.rpc_sync", ["rpc.rpc_sync"]),
+        ("import torch\ntorch.distributed.rpc.RRef(1).owner()", ["rpc.RRef"]),
+        ("import torch.distributed as dist\ndist.rpc.api._all_gather(1)", ["rpc.api._all_gather"]),
+        ("from torch.distributed import rpc as r\nr.init_rpc('a')", ["rpc.init_rpc"]),
+        ("from torch.distributed.rpc import RRef as R\nR(1)", ["rpc.RRef"]),
+        ("def f():\n    from torch.distributed.rpc.api import a, b", ["rpc.api.a", "rpc.api.b"]),
+        ("from torch.distributed.nn import RemoteModule\nRemoteModule.x", ["nn.RemoteModule"]),
+        ("import torch\ntorch._C._distributed_rpc.PyRRef", ["torch._C._distributed_rpc.PyRRef"]),
+        ("import torch.distributed.autograd as grad\ngrad.context()", ["autograd.context"]),
         ("import torch.distributed as dist\ndist.init_process_group()", []),
         ("from torch.distributed.optim import ZeroRedundancyOptimizer", []),
         ("import torch.distributed.rpc", []),
         ("from torch.distributed.rpc import *", []),
         ("import torch.distributed rpc", []),
     ):
-        assert sorted({use.name for use in uses_in_source(source, "a.py")}) == names
+        found = {use.name for use in uses_in_source(source, "a.py")}
+        assert sorted(name.removeprefix("torch.distributed.") for name in found) == names
 
 
 def test_imports_are_followed_without_running_anything(write: Write, tmp_path: Path) -> None:
@@ -105,10 +91,6 @@ def test_the_command_lists_names_and_places(write: Write, quick_commands: Comman
         4 names of torch's RPC, 2 not supported
         """)  # noqa: E501
     assert ended.returncode == 1
-    write("program.py", "from torch.distributed.rpc import rpc_sync")
-    ended = quick_commands("-m", "zrpc.cli", "run", "--check", "program.py")
-    assert ended.stdout.endswith("\n1 names of torch's RPC, 0 not supported\n")
-    assert ended.returncode == 0
     for missing in (["nothing.py"], ["-m", "no_such_module"]):
         ended = quick_commands("-m", "zrpc.cli", "run", "--check", *missing)
         assert f"there is no {'module' if '-m' in missing else 'script'} " in ended.stderr

@@ -65,12 +65,8 @@ def test_install_says_why_it_is_too_late(succeed: Succeed) -> None:
     """)
 
 
-def test_scripts_of_torch_compile_beside_it(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch
-
+def test_scripts_of_torch_compile_beside_it(installed: Succeed) -> None:
+    installed("""
         @torch.jit.script
         def double(x: torch.Tensor) -> torch.Tensor:
             return x * 2
@@ -84,14 +80,8 @@ def test_scripts_of_torch_compile_beside_it(succeed: Succeed) -> None:
     """)
 
 
-def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
-    succeed: Succeed,
-) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch.distributed.rpc as rpc
-
+def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error(installed: Succeed) -> None:
+    installed("""
         class OfTwo(Exception):
             def __init__(self, a, b):
                 super().__init__(f"{a} and {b}")
@@ -104,41 +94,26 @@ def test_an_exception_that_its_args_do_not_fit_is_a_runtime_error_as_in_torch(
             raise kind(7, 3)
 
         rpc.init_rpc("worker0", rank=0, world_size=1)
-        try:
-            rpc.rpc_sync("worker0", fail, (OfTwo,))
-        except RuntimeError as error:
-            assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
-        else:
-            assert False
-        try:
-            rpc.rpc_sync("worker0", fail, (Formats,))
-        except Formats as error:
-            assert str(error) == "wanted 7, have 3"
+        error = error_of(rpc.rpc_sync, "worker0", fail, (OfTwo,))
+        assert isinstance(error, RuntimeError) and not isinstance(error, OfTwo)
+        assert "Original exception on remote side was OfTwo('7 and 3')" in str(error)
+        error = error_of(rpc.rpc_sync, "worker0", fail, (Formats,))
+        assert isinstance(error, Formats) and str(error) == "wanted 7, have 3"
         rpc.shutdown()
     """)
 
 
-def test_a_program_for_torch_1_4_runs(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
+def test_a_program_for_torch_1_4_runs(installed: Succeed) -> None:
+    installed("""
         from datetime import timedelta
-        import torch
-        import torch.distributed.rpc as rpc
         import torch.distributed.autograd as dist_autograd
         from torch.distributed.rpc import ProcessGroupRpcBackendOptions
         from torch.distributed.rpc.backend_registry import BackendType
 
-        try:
-            rpc.TensorPipeRpcBackendOptions(rpc_timeout=timedelta(seconds=1))
-        except TypeError as error:
-            assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
-        else:
-            raise AssertionError
-        options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=7))
-        assert options.rpc_timeout == 7
-        options.num_send_recv_threads = 8
-        options.rpc_timeout = timedelta(seconds=30)
+        error = error_of(rpc.TensorPipeRpcBackendOptions, rpc_timeout=timedelta(seconds=1))
+        assert isinstance(error, TypeError)
+        assert "incompatible constructor arguments" in str(error)  # as since torch 1.6
+        options = ProcessGroupRpcBackendOptions(rpc_timeout=timedelta(seconds=30))
         rpc.init_rpc("worker0", BackendType.PROCESS_GROUP, 0, 1, options)
         assert rpc.get_rpc_timeout() == 30
         rpc._set_rpc_timeout(timedelta(minutes=1))
@@ -150,12 +125,8 @@ def test_a_program_for_torch_1_4_runs(succeed: Succeed) -> None:
     """)
 
 
-def test_private_names_that_libraries_use(succeed: Succeed) -> None:
-    succeed("""
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch, zrpc
-        import torch.distributed.rpc as rpc
+def test_private_names_that_libraries_use(installed: Succeed) -> None:
+    installed("""
         import torch.distributed.autograd as dist_autograd
         from torch._C._distributed_rpc import _is_current_rpc_agent_set
         from torch.distributed.rpc import api, backend_registry, constants, internal, options
@@ -164,10 +135,7 @@ def test_private_names_that_libraries_use(succeed: Succeed) -> None:
         def name():
             return rpc.get_worker_info().name
 
-        try:
-            name()
-        except RuntimeError as error:
-            assert str(error).startswith("RPC has not been initialized")
+        assert str(error_of(name)).startswith("RPC has not been initialized")
         assert not _is_current_rpc_agent_set()
         made = backend_registry.construct_rpc_backend_options(
             rpc.BackendType.TENSORPIPE, rpc_timeout=constants.DEFAULT_RPC_TIMEOUT_SEC
@@ -190,29 +158,17 @@ def test_private_names_that_libraries_use(succeed: Succeed) -> None:
             assert dist_autograd._retrieve_context(context_id)._context_id() == context_id
             assert dist_autograd._current_context()._context_id() == context_id
             dist_autograd._is_valid_context(context_id)
-        try:
-            dist_autograd._retrieve_context(context_id)
-        except RuntimeError as error:
-            assert "Could not find autograd context with id" in str(error)
-        try:
-            dist_autograd._current_context()
-        except RuntimeError as error:
-            assert "doesn't have a valid autograd context" in str(error)
+        error = error_of(dist_autograd._retrieve_context, context_id)
+        assert "Could not find autograd context with id" in str(error)
+        error = error_of(dist_autograd._current_context)
+        assert "doesn't have a valid autograd context" in str(error)
         rpc.shutdown()
     """)
 
 
-def test_waits_of_torch_end_with_the_first_error_of_our_futures(succeed: Succeed) -> None:
-    succeed("""
+def test_waits_of_torch_end_with_the_first_error_of_our_futures(installed: Succeed) -> None:
+    installed("""
         import threading
-        import torch
-        from torch.futures import wait_all
-        import zrpc.drop_in
-        zrpc.drop_in.install()
-        import torch.distributed.rpc as rpc
-
-        def fail():
-            raise KeyError("wrong")
 
         release = threading.Event()
 
@@ -220,11 +176,8 @@ def test_waits_of_torch_end_with_the_first_error_of_our_futures(succeed: Succeed
             return release.wait(60)
 
         def waits(wait):
-            slow, quick = rpc.rpc_async("worker0", run), rpc.rpc_async("worker0", fail)
-            try:
-                wait([slow, quick])
-            except KeyError:
-                return not slow.done()
+            slow, quick = rpc.rpc_async("worker0", run), rpc.rpc_async("worker0", int, ("x",))
+            return isinstance(error_of(wait, [slow, quick]), ValueError) and not slow.done()
 
         plain = torch.futures.Future()
         plain.set_result(1)

@@ -125,15 +125,14 @@ os.execv(sys.executable, [sys.executable, path])
 
 
 @pytest.mark.system
-def test_two_scripts_may_have_different_functions_of_one_name(programs: Programs) -> None:
-    """As in torch, the callee runs its own."""
-    for ended in programs.run(TWO_SCRIPTS):
-        assert ended.code == 0, ended.output
-
-
-@pytest.mark.system
-def test_a_worker_without_the_drop_in_asks_too_for_what_it_lacks(programs: Programs) -> None:
+@pytest.mark.parametrize("learner", ["with the drop-in", "without it"])
+def test_two_scripts_may_have_different_functions_of_one_name(
+    programs: Programs, learner: str
+) -> None:
+    """As in torch, the callee runs its own, and asks for what it lacks."""
     own = "import os, zrpc as rpc\nrank = int(os.environ['RANK'])"
-    mixed = TWO_SCRIPTS.replace("LEARNER = HEAD + '''", f"LEARNER = '''{own}")
-    for ended in programs.run(mixed):
+    source = TWO_SCRIPTS
+    if learner == "without it":
+        source = source.replace("LEARNER = HEAD + '''", f"LEARNER = '''{own}")
+    for ended in programs.run(source):
         assert ended.code == 0, ended.output

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from textwrap import dedent
-from typing import Any
 
 import pytest
 
 from tests.drop_in.conftest import Commands
-from tests.support.programs import run_python
 from zrpc.launch.port import ReservedPort
 
 Write = Callable[[str, str], Path]
@@ -28,15 +24,15 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("arguments", [["a", "--module", "-m"], ["fail"], ["--help"]])
-@pytest.mark.parametrize("as_module", [False, True])
+@pytest.mark.parametrize("arguments", ["a --module -m", "fail", "--help"])
+@pytest.mark.parametrize("program", ["program.py", "-m program"])
 def test_a_program_runs_as_under_python(
-    write: Write, commands: Commands, arguments: Any, as_module: bool
+    write: Write, commands: Commands, program: str, arguments: str
 ) -> None:
     write("program.py", PROGRAM)
-    program = ["-m", "program"] if as_module else ["program.py"]
-    ours = commands(*RUN, *program, *arguments, stdin="typed")
-    theirs = commands(*program, *arguments, stdin="typed")
+    command = [*program.split(), *arguments.split()]
+    ours = commands(*RUN, *command, stdin="typed")
+    theirs = commands(*command, stdin="typed")
     assert ours.stdout == theirs.stdout
     assert ours.stderr == theirs.stderr
     assert ours.returncode == theirs.returncode
@@ -95,11 +91,12 @@ FAILS = """
 """
 
 
-def test_a_callee_prints_the_errors_of_its_functions_as_that_of_torch_does(
-    write: Write, commands: Commands, tmp_path: Path
+def test_a_callee_prints_the_errors_of_its_functions(
+    write: Write, quick_commands: Commands, tmp_path: Path
 ) -> None:
+    """As that of torch does."""
     write("program.py", FAILS.replace("file://store", f"file://{tmp_path}/store"))
-    ended = commands(*RUN, "program.py")
+    ended = quick_commands(*RUN, "program.py")
     assert ended.stdout == "caught 'for the caller'\n", ended.stderr
     assert "a call of fail failed" in ended.stderr
     assert "KeyError: 'for the caller'" in ended.stderr
@@ -116,7 +113,7 @@ def test_the_users_own_sitecustomize_runs(write: Write, commands: Commands, tmp_
     assert ours.stderr == ""
 
 
-def test_a_failing_sitecustomize_is_reported_as_ever(
+def test_a_failing_sitecustomize_is_reported(
     write: Write, commands: Commands, tmp_path: Path
 ) -> None:
     write("mine/sitecustomize.py", "import no_such_module")
@@ -125,127 +122,27 @@ def test_a_failing_sitecustomize_is_reported_as_ever(
     assert "no_such_module" in commands(*RUN, "program.py", **own).stderr
 
 
-# What is loaded is printed first, before and after an import of torch.
-TRAINING = """
+IMPORTS = """
     import sys
 
     def loaded(*packages):
         return sorted(name for name in sys.modules if name.split(".")[0] in packages)
 
-    if __name__ == "__main__":
-        print(loaded("torch", "zmq", "click"))
-        import torch, torch.nn.parallel, torch.distributed
-        print(torch.distributed.rpc.is_available(), torch.distributed.rpc.constants.__name__)
-        print(loaded("zmq", "zrpc"), flush=True)
-
-    import gc
-    import os
-
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.autograd as dist_autograd
-    import torch.distributed.rpc as rpc
-    import torch.multiprocessing as mp
-    from torch import nn
-    from torch.distributed.nn import RemoteModule
-    from torch.distributed.optim import DistributedOptimizer
-    from torch.distributed.rpc import RRef, RpcBackendOptions, TensorPipeRpcBackendOptions
-    from torch.nn.parallel import DistributedDataParallel
-
-    def double(rref):
-        return rref.to_here() * 2
-
-    def train():
-        torch.manual_seed(0)
-        remote = RemoteModule("worker1/cpu", nn.Linear, args=(4, 4))
-        local = nn.Linear(4, 1)
-        optimizer = DistributedOptimizer(
-            torch.optim.SGD,
-            remote.remote_parameters() + [RRef(p) for p in local.parameters()],
-            lr=0.1,
-        )
-        before = local.weight.detach().clone()
-        with dist_autograd.context() as context_id:
-            loss = local(remote(torch.ones(2, 4))).sum()
-            dist_autograd.backward(context_id, [loss])
-            optimizer.step(context_id)
-        return not torch.equal(before, local.weight)
-
-    def run(rank, size):
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-        options = TensorPipeRpcBackendOptions(num_worker_threads=4, rpc_timeout=110)
-        assert isinstance(options, RpcBackendOptions)
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size, rpc_backend_options=options)
-        dist.init_process_group("gloo", f"file://{sys.argv[2]}", rank=rank, world_size=size)
-        model = DistributedDataParallel(nn.Linear(2, 1))
-        model(torch.ones(1, 2) * rank).sum().backward()
-        assert torch.equal(model.module.weight.grad, torch.full((1, 2), 0.5))
-        if rank == 0:
-            rref = rpc.remote("worker1", torch.add, args=(torch.ones(2), 1))
-            assert isinstance(rref, RRef)
-            future = rpc.rpc_async("worker1", double, args=(rref,))
-            assert isinstance(future, rpc.Future)
-            print(future.wait().tolist(), train(), type(rref).__module__.split(".")[0])
-        rpc.shutdown()
-        del model  # first: torch 2.13 may hang if DDP is the last to hold the group
-        gc.collect()
-        dist.destroy_process_group()
-
-    if __name__ == "__main__":
-        context = mp.spawn(run, args=(2,), nprocs=1, join=False, daemon=True)
-        run(1, 2)
-        while not context.join():
-            pass
+    print(loaded("torch", "zmq", "click"))
+    import torch, torch.nn.parallel, torch.distributed
+    print(torch.distributed.rpc.is_available(), torch.distributed.rpc.constants.__name__)
+    print(loaded("zmq", "zrpc"))
 """
 
 
-@pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> subprocess.CompletedProcess[str]:
-    """How the program ended; each of its processes takes seconds to import torch."""
-    directory = tmp_path_factory.mktemp("training")
-    (directory / "program.py").write_text(dedent(TRAINING))
-    with ReservedPort() as port:
-        arguments = (str(port.number), str(directory / "store"))
-        return run_python(*RUN, "program.py", *arguments, cwd=directory)
-
-
-def test_a_process_that_uses_no_rpc_loads_nothing(
-    training: subprocess.CompletedProcess[str],
-) -> None:
-    lines = training.stdout.splitlines()
-    assert lines[:2] == ["[]", "True torch.distributed.rpc.constants"], training.stderr
+def test_a_process_that_uses_no_rpc_loads_nothing(write: Write, commands: Commands) -> None:
+    write("program.py", IMPORTS)
+    ended = commands(*RUN, "program.py")
+    lines = ended.stdout.splitlines()
+    assert lines[:2] == ["[]", "True torch.distributed.rpc.constants"], ended.stderr
     loaded = set(ast.literal_eval(lines[2]))
     few = {"zrpc", "zrpc.errors", "zrpc.runtime", "zrpc.runtime.compiler", "zrpc.stand_in"}
     assert {name for name in loaded if "drop_in" not in name} == few
-
-
-def test_an_unmodified_program_runs_on_zrpc(training: subprocess.CompletedProcess[str]) -> None:
-    assert training.stdout.splitlines()[3:] == ["[4.0, 4.0] True zrpc"], training.stderr
-    assert training.returncode == 0
-
-
-def test_the_launcher_has_the_drop_in_too(
-    write: Write, commands: Commands, quick_commands: Commands
-) -> None:
-    write(
-        "program.py",
-        """
-        import os
-        import torch.distributed.rpc as rpc
-
-        rank = int(os.environ["RANK"])
-        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
-        if rank == 0:
-            info = rpc.rpc_sync("worker1", rpc.get_worker_info)
-            print(info.name, type(info).__module__)
-        rpc.shutdown()
-        """,
-    )
-    launch = ["-m", "zrpc.cli", "launch", "--nprocs", "2"]
-    ended = commands(*launch, "--drop-in", "program.py")
-    assert ended.stdout == "[0] worker1 zrpc.membership.worker_info\n", ended.stderr
-    plain = quick_commands(*launch, "program.py")
-    assert plain.stdout == "[0] worker1 torch._C._distributed_rpc\n", plain.stderr
 
 
 COMPILED = """

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.support.waiting import until
-from tests.transport.two_hosts import SOON, ip
+from tests.transport.two_hosts import SOON, ip, namespaces, plug_in
 
 _PROGRAMS = ("ip", "unshare", "setpriv", "mount")
 # What the image would have. Other users may not see it here, as below /root.
@@ -55,14 +55,14 @@ class Pods:
     job: dict[str, Any]
     secrets: dict[tuple[str, str], str]
     directory: Path
+    _networks: list[str] = field(default_factory=list)
     _processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def start(self, cwd: Path, command: list[str] | None = None, first: int = 0) -> None:
         """Starts the container of each pod, from ``first`` on; ``command`` replaces the Job's."""
         spec = self.job["spec"]["template"]["spec"]
         [container] = spec["containers"]
-        networks = self._networks()
-        size = len(networks)
+        size = len(self._networks)
         for index in range(first, size):
             name = f"{self.job['metadata']['name']}-{index}"
             hosts = self.directory / f"hosts{index}"
@@ -71,7 +71,9 @@ class Pods:
             script = _CONTAINER.format(
                 hosts=hosts, keep=keep, show=show, name=name, uid=20_000 + index
             )
-            enter = f"ip netns exec {networks[index]} unshare --mount --pid --fork --uts --ipc"
+            enter = (
+                f"ip netns exec {self._networks[index]} unshare --mount --pid --fork --uts --ipc"
+            )
             enter += " --mount-proc --kill-child"
             self._processes.append(
                 subprocess.Popen(
@@ -97,9 +99,6 @@ class Pods:
         outputs = [process.communicate(timeout=4 * SOON)[0] for process in self._processes]
         codes = [process.returncode for process in self._processes]
         return list(zip(codes, outputs, strict=True))
-
-    def _networks(self) -> list[str]:
-        return [f"{self.directory.name}-{n}" for n in range(self.job["spec"]["completions"])]
 
     def _environment(self, variables: list[dict[str, Any]], index: int) -> dict[str, str]:
         """The variables of the manifest, and what Kubernetes and the image add; nothing else."""
@@ -129,24 +128,23 @@ class Pods:
         missing = [program for program in _PROGRAMS if shutil.which(program) is None]
         if missing or os.geteuid() != 0:
             pytest.skip(f"pods need root, and {', '.join(missing or _PROGRAMS)}")
-        switch, *names = [f"{self.directory.name}-switch", *self._networks()]
-        try:
+        with namespaces(1 + self.job["spec"]["completions"]) as (switch, *self._networks):
             try:
-                for each in (switch, *names):
-                    ip("netns", "add", each)
                 ip("-n", switch, "link", "add", "bridge", "type", "bridge")
                 ip("-n", switch, "link", "set", "bridge", "up")
-                for index, each in enumerate(names):
-                    _plug_in(switch, each, index)
+                for index, name in enumerate(self._networks):
+                    port, cable = f"port{index}", ("peer", "name", "cable", "netns", name)
+                    ip("-n", switch, "link", "add", port, "type", "veth", *cable)
+                    ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+                    plug_in(name, _address(index))
             except OSError as error:
-                pytest.skip(f"pods need network namespaces and a bridge: {error}")
-            yield
-        finally:
-            for process in self._processes:
-                process.kill()
-                process.communicate(timeout=SOON)
-            for each in (switch, *names):
-                subprocess.run(["ip", "netns", "delete", each], capture_output=True, timeout=SOON)
+                pytest.skip(f"pods need a bridge: {error}")
+            try:
+                yield
+            finally:
+                for process in self._processes:
+                    process.kill()
+                    process.communicate(timeout=SOON)
 
 
 def _handles(children: Path, number: int) -> bool:
@@ -172,11 +170,3 @@ def _mounts_of_image() -> tuple[str, str]:
 
 def _address(index: int) -> str:
     return f"10.78.0.{index + 1}"
-
-
-def _plug_in(switch: str, name: str, index: int) -> None:
-    port = f"port{index}"
-    ip("-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", name)
-    ip("-n", switch, "link", "set", port, "master", "bridge", "up")
-    ip("-n", name, "address", "add", f"{_address(index)}/24", "dev", "eth0")
-    ip("-n", name, "link", "set", "eth0", "up")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.conftest import WORKER, engine_environment, need, run
+from tests.engines.conftest import engine_environment, need, run
 from tests.support.warm import warm_commands
 
 pytestmark = pytest.mark.engine
@@ -20,14 +20,7 @@ def open_mpi() -> dict[str, str]:
     return engine_environment(OMPI_ALLOW_RUN_AS_ROOT="1", OMPI_ALLOW_RUN_AS_ROOT_CONFIRM="1")
 
 
-def test_mpirun_starts_workers(open_mpi: dict[str, str], tmp_path: Path) -> None:
-    command = ["mpirun", "--oversubscribe", "-np", "2", warm_commands().python, str(WORKER)]
-    assert run(*command, env=open_mpi, cwd=tmp_path) == ["worker0 of 2 0", "worker1 of 2 1"]
-
-
-def test_the_command_of_the_page_runs_as_it_stands(
-    open_mpi: dict[str, str], tmp_path: Path
-) -> None:
+def test_the_command_of_the_page_runs_as_it_is(open_mpi: dict[str, str], tmp_path: Path) -> None:
     text = PAGE.read_text()
     [command] = re.findall(r"```sh\n(mpirun .*)\n```", text)
     [work] = re.findall(r"```python\n# work\.py\n(.*?)```", text, re.S)

@@ -28,15 +28,7 @@ srun --ntasks 2 {python} {worker}
 """
 
 
-def test_srun_starts_workers_on_two_nodes(slurm: dict[str, str]) -> None:
-    python = warm_commands().python
-    lines = run("srun", "-N2", "-n4", python, str(WORKER), env=slurm)
-    assert lines == [f"worker{rank} of 4 {rank**2}" for rank in range(4)]
-
-
-def test_a_batch_script_is_no_worker_but_its_steps_are(
-    slurm: dict[str, str], tmp_path: Path
-) -> None:
+def test_batch_scripts_are_no_workers_but_steps_are(slurm: dict[str, str], tmp_path: Path) -> None:
     script, output = tmp_path / "job.sh", tmp_path / "job.out"
     # Interpreters of their own, as users have them.
     script.write_text(_BATCH.format(python=sys.executable, worker=WORKER))

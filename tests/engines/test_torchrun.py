@@ -69,11 +69,9 @@ def meshes(lines: list[str]) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize(("nodes", "workers"), [(2, 2), (3, 1)])
-def test_workers_of_several_nodes_meet(run: Run, nodes: int, workers: int) -> None:
-    size = nodes * workers
-    found = meshes(run(nodes, workers))
-    assert list(found.values()) == [[f"worker{rank} of {size}" for rank in range(size)]], found
+def test_workers_of_several_nodes_meet(run: Run) -> None:
+    found = meshes(run(3, 1))
+    assert list(found.values()) == [[f"worker{rank} of 3" for rank in range(3)]], found
 
 
 def test_all_start_again_if_one_fails(run: Run) -> None:

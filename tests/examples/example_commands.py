@@ -6,9 +6,7 @@ import contextlib
 import os
 import re
 import subprocess
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.docs.pages import ROOT, blocks
@@ -17,21 +15,12 @@ from tests.support.warm import warm_commands
 EXAMPLES = ROOT / "examples"
 PAGE = ROOT / "docs" / "examples.md"
 DEADLINE = 400.0  # seconds
+Outcome = subprocess.CompletedProcess[str]
+Launch = Callable[..., str]
+RunPlainly = Callable[..., list[Outcome]]
 # Not the numbers in names, such as `worker1`, and not ranks, such as `[1]`.
 _NUMBER = re.compile(r"(?<![\w\[.])-?\d[\d,.]*(?:e[+-]\d+)?(?![\w\]])")
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-
-
-@dataclass
-class Outcome:
-    """The exit code and output of a command."""
-
-    code: int
-    out: str
-    err: str
-
-    def __str__(self) -> str:
-        return f"exit code {self.code}\n{self.out}\n{self.err}"
 
 
 class Commands:
@@ -68,18 +57,10 @@ class Commands:
                 process.communicate()
 
 
-def finish(process: subprocess.Popen[str], deadline: float = DEADLINE) -> Outcome:
+def finish(process: subprocess.Popen[str]) -> Outcome:
     """Waits until a command exits."""
-    out, err = process.communicate(timeout=deadline)
-    return Outcome(process.returncode, out, err)
-
-
-def finish_all(
-    processes: Sequence[subprocess.Popen[str]], deadline: float = DEADLINE
-) -> list[Outcome]:
-    """Waits until all commands exit; none of them writes more than a pipe holds."""
-    end = time.monotonic() + deadline
-    return [finish(process, max(0.1, end - time.monotonic())) for process in processes]
+    out, err = process.communicate(timeout=DEADLINE)
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def shown() -> dict[str, tuple[str, list[str]]]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
-from tests.examples.example_commands import EXAMPLES, Outcome, losses, number_in
+from tests.examples.example_commands import Launch, losses, number_in
 
 
-def test_asynchronous_updates_are_neither_lost_nor_applied_twice(
-    launch: Callable[..., str],
-) -> None:
+def test_asynchronous_updates_are_neither_lost_nor_repeated(launch: Launch) -> None:
     out = launch("async_parameter_server", 4, "--target", "0.006")
     values = [float(loss) for loss in re.findall(r"updates, loss ([\d.]+)", out)]
     assert values[0] > 2 * values[-1]
@@ -21,7 +18,7 @@ def test_asynchronous_updates_are_neither_lost_nor_applied_twice(
     assert min(map(int, gradients)) > 0
 
 
-def test_one_update_is_made_from_the_gradients_of_all_trainers(launch: Callable[..., str]) -> None:
+def test_one_update_is_made_from_the_gradients_of_all_trainers(launch: Launch) -> None:
     trainers, steps = 3, 300
     out = launch("batch_rpc", trainers + 1, "--steps", str(steps))
     lines = [line.removeprefix("[0] ") for line in out.splitlines()]
@@ -36,7 +33,7 @@ def test_one_update_is_made_from_the_gradients_of_all_trainers(launch: Callable[
         assert updates == steps * trainers // batch_size
 
 
-def test_all_trainers_train_the_servers_model(launch: Callable[..., str]) -> None:
+def test_all_trainers_train_the_servers_model(launch: Launch) -> None:
     out = launch("parameter_server", 4, "--steps", "150")
     ends = re.findall(r"trainer\d+: the loss is ([\d.]+) at the end$", out, re.M)
     assert len(ends) == 3
@@ -51,18 +48,9 @@ def test_all_trainers_train_the_servers_model(launch: Callable[..., str]) -> Non
         assert values[-1] < 0.6 * values[0]
 
 
-def test_a_distributed_rnn_learns_what_one_process_would_learn(launch: Callable[..., str]) -> None:
+def test_a_distributed_rnn_learns_what_one_process_would_learn(launch: Launch) -> None:
     out = launch("distributed_rnn", 2, "--check")
     values = losses(out)
     assert len(values) == 15
     assert values[-1] < 0.65 * values[0]
     assert number_in(r"largest difference of a loss to one process: (\S+)", out) < 1e-4
-
-
-def test_a_distributed_rnn_runs_without_a_launcher(
-    run_plainly: Callable[..., list[Outcome]],
-) -> None:
-    trainer, parameters = run_plainly(2, EXAMPLES / "distributed_rnn.py", "--steps", "20")
-    assert len(losses(trainer.out)) == 2, trainer
-    assert (parameters.code, parameters.out) == (0, "")
-    assert "Traceback" not in parameters.err

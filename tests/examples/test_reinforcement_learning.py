@@ -8,15 +8,18 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.examples.example_commands import EXAMPLES, Commands, Outcome, finish, number_in
-
-Launch = Callable[..., str]
-RunPlainly = Callable[..., list[Outcome]]
+from tests.examples.example_commands import (
+    EXAMPLES,
+    Commands,
+    Launch,
+    RunPlainly,
+    finish,
+    number_in,
+)
 
 # async_rl.py
 
@@ -41,9 +44,9 @@ def test_actors_go_on_when_a_worker_is_killed(commands: Commands, killed: str, l
     assert "step   25" in process.stdout.readline()
     os.kill(pid_of(killed), signal.SIGKILL)
     outcome = finish(process)
-    assert outcome.code == 0, outcome
-    assert f"lost rollout2: {lost}" in outcome.out
-    steps = [int(found[1]) for found in map(STEP.match, outcome.out.splitlines()) if found]
+    assert outcome.returncode == 0, outcome
+    assert f"lost rollout2: {lost}" in outcome.stdout
+    steps = [int(found[1]) for found in map(STEP.match, outcome.stdout.splitlines()) if found]
     assert steps[-1] == 200  # only the worker that has taken the place can have sent the answers
 
 
@@ -80,18 +83,13 @@ def test_cartpole_is_solved(launch: Launch) -> None:
 def test_the_same_seed_gives_the_same_run(run_plainly: RunPlainly) -> None:
     def play(seed: str) -> str:
         outcome = run_plainly(4, CARTPOLE, "--max-episodes", "15", "--seed", seed)[0]
-        assert "Not solved" in outcome.err, outcome
-        return outcome.out
+        assert "Not solved" in outcome.stderr, outcome
+        return outcome.stdout
 
     run = play("7")
     assert "episode    15" in run
     assert play("7") == run
     assert play("3") != run
-
-
-def test_one_observer_is_enough(run_plainly: RunPlainly) -> None:
-    outcome = run_plainly(2, CARTPOLE, "--threshold", "40")[0]
-    assert SOLVED.search(outcome.out), outcome
 
 
 def test_cartpole_stops_at_ctrl_c(commands: Commands) -> None:
@@ -101,12 +99,12 @@ def test_cartpole_stops_at_ctrl_c(commands: Commands) -> None:
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     outcome = finish(process)
-    assert outcome.code == 130, outcome
+    assert outcome.returncode == 130, outcome
     assert time.monotonic() - began < 10
 
 
 def test_it_says_what_to_install_if_gymnasium_is_missing(
-    run_first: Callable[..., Outcome], tmp_path: Path
+    run_plainly: RunPlainly, tmp_path: Path
 ) -> None:
     # Python refuses to import what is None there, even if it has been imported before.
     without = tmp_path / "without.py"
@@ -115,10 +113,10 @@ def test_it_says_what_to_install_if_gymnasium_is_missing(
         "sys.modules['gymnasium'] = None\n"
         "runpy.run_path(sys.argv[1], run_name='__main__')\n"
     )
-    outcome = run_first(2, without, CARTPOLE)
-    assert outcome.code == 1
-    assert "pip install gymnasium rich" in outcome.err
-    assert "Traceback" not in outcome.err
+    [outcome] = run_plainly(2, without, CARTPOLE, started=1)
+    assert outcome.returncode == 1
+    assert "pip install gymnasium rich" in outcome.stderr
+    assert "Traceback" not in outcome.stderr
 
 
 # worker_group.py
@@ -137,6 +135,6 @@ def test_trainers_learn_from_what_generators_answer(launch: Launch) -> None:
 
 def test_any_worker_can_be_the_controller(commands: Commands) -> None:
     outcome = finish(commands.launch(5, EXAMPLES / "worker_group.py", "--controller", "generator1"))
-    assert outcome.code == 0, outcome
-    check_rewards(outcome.out)
-    assert all(line.startswith("[3] ") for line in outcome.out.splitlines())
+    assert outcome.returncode == 0, outcome
+    check_rewards(outcome.stdout)
+    assert all(line.startswith("[3] ") for line in outcome.stdout.splitlines())

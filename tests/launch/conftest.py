@@ -124,8 +124,10 @@ class Launched:
 
 
 @pytest.fixture
-def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    """Starts a launcher for a job, without preloaded modules.
+def start(marked: Marked, tmp_path: Path, write: Write) -> Iterator[Callable[..., Launched]]:
+    """Starts a launcher for a job, which is that of a script unless it has another target.
+
+    Modules are preloaded only if the job names some.
 
     If a job preloads torch, it and its fork server are forked from a process that has torch. Then
     nothing looks for processes that are left.
@@ -134,15 +136,14 @@ def start(marked: Marked, tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     driver = tmp_path / "driver.py"
     driver.write_text(DRIVER)
 
-    def start(
-        target: str, *, popen: dict[str, Any] | None = None, environ: Any = (), **job: Any
-    ) -> Launched:
+    def start(source: str = "", *, popen: Any = (), environ: Any = (), **job: Any) -> Launched:
+        target = write(source, f"script{len(started)}.py")
         text = json.dumps({"target": target, "preload": [], **job})
         env = {**marked.env, **dict(environ)}
         python = sys.executable
         if "torch" in job.get("preload", ()):
             python, env = warm_commands().python, buffered(env)
-        started.append(Launched([python, str(driver), text], env, **(popen or {})))
+        started.append(Launched([python, str(driver), text], env, **dict(popen)))
         return started[-1]
 
     yield start
@@ -166,11 +167,11 @@ WAITS = """
 
 
 @pytest.fixture
-def waiting(start: Start, write: Write) -> Start:
+def waiting(start: Start) -> Start:
     """Starts a launcher whose workers wait for signals, and waits until they do."""
 
     def waiting(before: str = "", nprocs: int = 1, **job: Any) -> Launched:
-        launched = start(write(WAITS.format(before=before)), nprocs=nprocs, **job)
+        launched = start(WAITS.format(before=before), nprocs=nprocs, **job)
         launched.ready(nprocs)
         return launched
 

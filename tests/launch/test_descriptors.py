@@ -51,9 +51,7 @@ def run(closing: str, *command: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("closing", CLOSINGS)
-def test_the_command_runs_with_closed_descriptors(
-    closing: str, write: Write, tmp_path: Path
-) -> None:
+def test_a_launch_runs_with_closed_descriptors(closing: str, write: Write, tmp_path: Path) -> None:
     """Output to a closed descriptor is discarded; the others get all of theirs."""
     command = ["-m", "zrpc.cli", "launch", "--nprocs=2", "--start-method=spawn"]
     code, output = run(closing, *command, write(_WORKER), str(tmp_path))

@@ -82,9 +82,7 @@ PROGRAMS = {
 }
 
 
-def test_a_forked_process_exits_as_any_does_but_leaves_alone_what_it_shares(
-    write: Write, tmp_path: Path, marked: Any
-) -> None:
+def test_a_forked_exit_spares_what_is_shared(write: Write, tmp_path: Path, marked: Any) -> None:
     write(LIBRARY, "lib/library.py")
     env = {**marked.env, "PYTHONPATH": str(tmp_path / "lib")}
     with Starter(preload=["library", "torch"], env=env) as server:

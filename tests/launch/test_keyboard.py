@@ -33,15 +33,30 @@ READS = """
 LINE = "input()"
 TO_THE_END = "sys.stdin.read()"
 DESCRIPTOR = "os.read(0, 100).decode().rstrip()"
+LAUNCHER = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
+TWO_LINES = {"one\n": "one", "two\n": "two"}
+# An expression that reads, and what it gives if some text is typed.
 WAYS = {
-    "input": LINE,
-    "descriptor": DESCRIPTOR,
-    "device": "open('/dev/stdin').readline().rstrip()",
-    "select": "select.select([sys.stdin], [], []) and sys.stdin.readline().rstrip()",
-    "select of a descriptor": f"select.select([0], [], []) and {DESCRIPTOR}",
-    "poll": f"(p := select.poll()).register(0, select.POLLIN) or p.poll() and {DESCRIPTOR}",
-    "epoll": f"(p := select.epoll()).register(0, select.EPOLLIN) or p.poll() and {DESCRIPTOR}",
-    "child": "subprocess.run(['head', '-n1'], stdout=-1, text=True).stdout.rstrip()",
+    "input": (LINE, TWO_LINES),
+    "descriptor": (DESCRIPTOR, TWO_LINES),
+    "device": ("open('/dev/stdin').readline().rstrip()", TWO_LINES),
+    "select": ("select.select([sys.stdin], [], []) and sys.stdin.readline().rstrip()", TWO_LINES),
+    "select of a descriptor": (f"select.select([0], [], []) and {DESCRIPTOR}", TWO_LINES),
+    "poll": (
+        f"(p := select.poll()).register(0, select.POLLIN) or p.poll() and {DESCRIPTOR}",
+        TWO_LINES,
+    ),
+    "epoll": (
+        f"(p := select.epoll()).register(0, select.EPOLLIN) or p.poll() and {DESCRIPTOR}",
+        TWO_LINES,
+    ),
+    "child": ("subprocess.run(['head', '-n1'], stdout=-1, text=True).stdout.rstrip()", TWO_LINES),
+    "to Ctrl-D": (TO_THE_END, {"one\ntwo\n\x04": "one\\ntwo\\n", "part\x04\x04": "part"}),
+    # A thread may get that signal before the launch is continued in the foreground.
+    "after a late signal of the background": (
+        f"os.kill({LAUNCHER}, {int(signal.SIGTTOU)}) or input()",
+        TWO_LINES,
+    ),
 }
 
 _WRITES_AT_ONCE = """\
@@ -79,6 +94,7 @@ class Shell(TerminalProgram):
         self.read_until(f"[0] got '{text}'\r\n")
 
     def exit(self) -> None:
+        """Leaves the shell, which has its terminal back."""
         self.read_until("prompt> ")
         self.type("exit\n")
         self.finish()
@@ -90,17 +106,17 @@ def shell(tmp_path: Path, marked: Any) -> Iterator[Shell]:
     (tmp_path / "reads.py").write_text(dedent(READS))
     shell = Shell(tmp_path, marked.value)
     yield shell
+    shell.exit()
     shell.close()
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_worker_0_reads_what_is_typed_while_the_launch_is_in_the_foreground(
-    shell: Shell, way: str
-) -> None:
-    shell.begin(WAYS[way], count=2)
-    for word in ("one", "two"):
-        shell.answer(word)
-    shell.exit()
+def test_worker_0_of_a_foreground_launch_reads_what_is_typed(shell: Shell, way: str) -> None:
+    expression, answers = WAYS[way]
+    shell.begin(expression, len(answers))
+    for typed, got in answers.items():
+        shell.type(typed)
+        shell.read_until(f"[0] got '{got}'\r\n")
 
 
 def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
@@ -108,7 +124,6 @@ def test_what_no_worker_reads_is_left_to_the_shell(shell: Shell) -> None:
     shell.type("echo type''d ahead\n")
     shell.read_until("[0] reads True\r\n")
     shell.read_until("typed ahead\r\n")
-    shell.exit()
 
 
 def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
@@ -119,7 +134,6 @@ def test_a_launch_in_the_background_leaves_the_terminal_to_the_shell(shell: Shel
     shell.type("fg\n")
     shell.read_until("reads.py 'input()' 1\r\n")
     shell.answer("for the worker")
-    shell.exit()
 
 
 def test_a_launch_that_began_while_the_shell_edited_a_line_reads_lines(shell: Shell) -> None:
@@ -131,7 +145,6 @@ def test_a_launch_that_began_while_the_shell_edited_a_line_reads_lines(shell: Sh
     shell.read_until("reads.py 'sys.stdin.read()' 1\r\n")
     shell.type("one\n\x04")
     shell.read_until("[0] got 'one\\n'\r\n")
-    shell.exit()
 
 
 def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> None:
@@ -153,12 +166,9 @@ def test_a_suspended_launch_leaves_the_terminal_to_the_shell(shell: Shell) -> No
             shell.read_until("continued\r\n")
         shell.type("fg\n")
         shell.read_until("reads.py 'input()' 3\r\n")
-    shell.exit()
 
 
-def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
-    shell: Shell, tmp_path: Path
-) -> None:
+def test_workers_stop_with_a_launcher_suspended_by_output(shell: Shell, tmp_path: Path) -> None:
     def states() -> set[str]:
         pids = (tmp_path / "pids").read_text().split()
         return {Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in pids}
@@ -171,26 +181,6 @@ def test_workers_stop_with_a_launcher_whose_first_output_suspends_it(
     until(lambda: states() == {"T"}, "the workers are stopped")
     shell.type("stty -tostop; fg\n")
     shell.read_until("[0] writes\r\n")
-    shell.exit()
-
-
-def test_a_late_signal_of_the_background_suspends_no_launch_in_the_foreground(
-    shell: Shell,
-) -> None:
-    """A thread may get it before the launch is continued there."""
-    launcher = "int(open(f'/proc/{os.getppid()}/stat').read().rpartition(')')[2].split()[1])"
-    shell.begin(f"os.kill({launcher}, {int(signal.SIGTTOU)}) or input()")
-    shell.answer("for the worker")
-    shell.exit()
-
-
-def test_ctrl_d_ends_the_input(shell: Shell) -> None:
-    shell.begin(TO_THE_END, count=2)
-    shell.type("one\ntwo\n\x04")
-    shell.read_until("[0] got 'one\\ntwo\\n'\r\n")
-    shell.type("part\x04\x04")
-    shell.read_until("[0] got 'part'\r\n")
-    shell.exit()
 
 
 @pytest.mark.parametrize("ends", ["by itself", "by Ctrl-C"])
@@ -203,7 +193,6 @@ def test_a_password_is_not_shown(shell: Shell, ends: str) -> None:
     else:
         shell.type("zq!\x03")
         shell.read_until("got SIGINT; stopping ")
-    shell.exit()
     assert "zq!" not in shell.seen  # which is in no path, and in no line of a traceback
 
 
@@ -212,7 +201,6 @@ def test_a_letter_is_read_as_soon_as_it_is_typed(shell: Shell) -> None:
     until(lambda: not shell.echoes(), "the terminal is in the mode for letters")
     shell.type("q")
     shell.read_until("[0] got 'q'\r\n")
-    shell.exit()
 
 
 @pytest.mark.parametrize("after", ["", "</dev/tty"])
@@ -222,4 +210,3 @@ def test_a_launch_outside_of_the_terminals_session_reads_nothing(shell: Shell, a
     shell.read_until("[0] reads False\r\n")
     shell.read_until("[0] got ''\r\n")
     shell.read_until("for the shell\r\n")
-    shell.exit()

@@ -7,15 +7,6 @@ from hypothesis import strategies as st
 from zrpc.launch.line_splitter import LineSplitter, ThrottledSplitter
 
 
-def test_progress_bar_is_shown_once_a_second_and_at_its_end() -> None:
-    splitter = LineSplitter()
-    got = []
-    for percent in range(100):
-        got += splitter.feed(b"\r%d%%" % percent, now=percent / 25)
-    got += splitter.feed(b"\r100%\n", now=4.0)
-    assert got == [b"0%", b"25%", b"50%", b"75%", b"100%"]
-
-
 @pytest.mark.system
 def test_line_is_whole_up_to_16_mib_and_a_longer_one_is_shown_in_pieces() -> None:
     splitter = LineSplitter()
@@ -56,6 +47,7 @@ def test_line_is_whole_up_to_16_mib_and_a_longer_one_is_shown_in_pieces() -> Non
         (b"text\x1b[", [b"text"]),
         (b"text\x1b", [b"text"]),
         (b"a\x1bEb\x1bDc\n", [b"a", b"b", b"c"]),
+        (b"line\n\x1b[%sA\n" % (b"9" * 5000), [b"line"]),
     ],
 )
 def test_lines_and_colours_are_kept_and_other_control_sequences_followed(
@@ -142,12 +134,6 @@ def test_rows_of_a_bar_use_limited_memory() -> None:
         for line in splitter.feed(b"x" * (4 << 20) + b"\x1b[1Ay\x1b[5B", now=0.0):
             shown += len(line)
     assert shown >= 8 << 20
-
-
-def test_a_control_sequence_with_thousands_of_digits_is_followed() -> None:
-    splitter = LineSplitter()
-    lines = splitter.feed(b"line\n\x1b[%sA\n" % (b"9" * 5000), now=0.0)
-    assert (lines + splitter.finish())[0] == b"line"
 
 
 def test_lines_above_the_limit_are_counted_when_the_second_is_over() -> None:

@@ -39,12 +39,6 @@ SCRIPTS = {
         assert sys.stdout is sys.__stdout__
         print("€ \\udc80")
         """,
-    "uncaught error": """
-        def f():
-            raise ValueError("no")
-        print("before")
-        f()
-        """,
     "chained errors": """
         try:
             {}["x"]
@@ -53,7 +47,6 @@ SCRIPTS = {
         """,
     "error group": "raise OSError(2, 'a' * 50, __file__)",
     "syntax error": "print('never'\n",
-    "exit with a number": "import sys; sys.exit(7)",
     "exit with a text": "import sys; sys.exit('the text')",
     "abrupt exit": "import os; print('lost'); os._exit(4)",
     "keyboard interrupt": "import os, signal, time; os.kill(os.getpid(), 2); time.sleep(9)",

@@ -12,54 +12,36 @@ import struct
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.conftest import Start, Write
-from zrpc.launch import LaunchError, Task
+from tests.launch.conftest import Start
+from zrpc.launch import Task
 from zrpc.launch.signals import FORWARDED, STOPS, SignalInbox
 from zrpc.launch.starter import DEFAULT_PRELOAD
 from zrpc.launch.store import StoreAddress, parse_address, reserve_ranks
-from zrpc.membership.store_server import serve
 
 PRELOAD = list(DEFAULT_PRELOAD)
 
-KEYS = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_MAX_RESTARTS",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "ZRPC_MAX_RESTARTS",
-)
-
-FAILS = f"""
+FAILS = """
     import json, os, sys, time
-    print(json.dumps([os.environ.get(key) for key in {KEYS!r}]))
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+            "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "ZRPC_MAX_RESTARTS")
+    print(json.dumps({key: os.environ.get(key) for key in keys}))
     if os.environ["RANK"] == "1":
         sys.exit("attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"])
     time.sleep(1000)
     """
 
 
-def test_a_worker_is_started_again_until_its_restarts_are_used_up(
-    start: Start, write: Write, tmp_path: Path
-) -> None:
+def test_a_worker_is_restarted_until_its_restarts_are_used_up(start: Start, tmp_path: Path) -> None:
     outer = {"TORCHELASTIC_RESTART_COUNT": "9", "ZRPC_MAX_RESTARTS": "9"}
-    launched = start(
-        write(FAILS),
-        nprocs=2,
-        max_restarts=2,
-        log_dir=str(tmp_path / "logs"),
-        preload=PRELOAD,
-        environ=outer,
-    )
-    code, out, err = launched.finish()
+    job = {"max_restarts": 2, "log_dir": str(tmp_path / "logs"), "preload": PRELOAD}
+    code, out, err = start(FAILS, nprocs=2, environ=outer, **job).finish()
     assert code == 1
-    rows = [dict(zip(KEYS, json.loads(line[4:]), strict=True)) for line in out.splitlines()]
-    assert sorted(row["TORCHELASTIC_RESTART_COUNT"] for row in rows) == ["0", "0", "1", "2"]
+    rows = [json.loads(line[4:]) for line in out.splitlines()]
+    assert sorted(row.pop("TORCHELASTIC_RESTART_COUNT") for row in rows) == ["0", "0", "1", "2"]
     assert len({row["MASTER_PORT"] for row in rows}) == 1
     for row in rows:
         assert (row["WORLD_SIZE"], row["LOCAL_RANK"]) == ("2", row["RANK"])
@@ -78,53 +60,25 @@ RESTARTED = """
     import os, signal, threading
     import zrpc
 
-    @zrpc.actor(restart=True)
-    class Counter:
-        def __init__(self, start):
-            self.count = start
-
-        def add(self, number):
-            self.count += number
-            return self.count, zrpc.get_worker_info().incarnation
-
-    def hold(counter):
-        global held
-        held = counter
-
-    def add_to_held():
-        assert back.wait(30)  # each worker hears of it by itself
-        return held.rpc_sync().add(1)
-
-    back = threading.Event()
     zrpc.init_rpc()
+    back = threading.Event()
     zrpc.on_worker_joined(lambda worker: worker.incarnation and back.set())
     if zrpc.get_worker_info().rank == 1:
-        counter = zrpc.remote("worker0", Counter, (10,), name="steps")
-        zrpc.rpc_sync("worker2", hold, (counter,))
-        print("at first", counter.rpc_sync().add(1))
+        pid = zrpc.rpc_sync("worker0", os.getpid)
         try:
-            zrpc.rpc_sync("worker0", os.kill, (zrpc.rpc_sync("worker0", os.getpid), signal.SIGKILL))
+            zrpc.rpc_sync("worker0", os.kill, (pid, signal.SIGKILL))
         except zrpc.WorkerDied as error:
             print("died:", str(error)[:31])
         assert back.wait(30)
-        print("held", zrpc.rpc_sync("worker2", add_to_held))
-        named = zrpc.rpc_sync("worker2", zrpc.get_actor, ("steps", 30))
-        print("named", named.rpc_sync().add(1))
-        print("maker's", counter.rpc_sync().add(1))
-        counter.stop()
+        print("back", zrpc.rpc_sync("worker0", zrpc.get_worker_info).incarnation)
     zrpc.shutdown()
     """
 
 
-def test_the_others_call_a_worker_that_was_killed_and_started_again_and_so_is_its_actor(
-    start: Start, write: Write
-) -> None:
-    """It is rank 0, which would otherwise host the store."""
-    launched = start(write(RESTARTED), nprocs=3, max_restarts=1, preload=PRELOAD)
-    code, out, err = launched.finish()
-    lines = ["at first (11, 0)", "died: worker worker0 (rank 0) is gone"]
-    lines += ["held (11, 1)", "named (12, 1)", "maker's (13, 1)"]
-    assert out.splitlines() == [f"[1] {line}" for line in lines], err
+def test_the_others_call_rank_0_after_it_was_killed_and_started_again(start: Start) -> None:
+    """It would otherwise host the store."""
+    code, out, err = start(RESTARTED, nprocs=2, max_restarts=1, preload=PRELOAD).finish()
+    assert out == "[1] died: worker worker0 (rank 0) is gone\n[1] back 1\n", err
     assert code == 0
     assert "rank 0 failed (SIGKILL" in err
 
@@ -152,24 +106,41 @@ ELASTIC = """
     """
 
 
-def test_a_second_launch_adds_workers_to_an_elastic_mesh(
-    start: Start, write: Write, tmp_path: Path
-) -> None:
-    script, secret = write(ELASTIC), tmp_path / "secret"
+def test_a_second_launch_adds_workers_to_an_elastic_mesh(start: Start, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
     secret.write_text("5ec7e7" * 12)
     secret.chmod(0o600)
     job = {"elastic": True, "preload": PRELOAD, "environ": {"ZRPC_SECRET_FILE": str(secret)}}
-    first = start(script, nprocs=2, **job)
+    first = start(ELASTIC, nprocs=2, **job)
     first.read_until("[0] out\n")
     place = re.search(rb"can be joined at (\S+)\n", first.process.stderr.readline())
     assert place is not None
-    second = start(script, join=place[1].decode(), **job)
+    second = start(ELASTIC, join=place[1].decode(), **job)
     code, out, err = second.finish()
     assert code == 0, err
     assert out == "[2] in WorkerInfo(id=2, name=worker2)\n[2] 2\n"
     code, out, err = first.finish()
     assert code == 0, err
     assert "[1] in WorkerInfo(id=1, name=worker1)\n" in out
+
+
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ("listen", ["could not host a store for the workers at", "in use"]),
+        ("join", ["could not find the workers' store at", "--join names", "within 0.5 s"]),
+    ],
+)
+def test_a_store_that_cannot_be_hosted_or_found_is_an_error(
+    start: Start, free_port: int, way: str, texts: list[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if way == "listen" else free_port
+        environ = {"ZRPC_INIT_TIMEOUT": "0.5", "ZRPC_SECRET": "5ec7e7" * 12}
+        job = {way: f"127.0.0.1:{port}", "elastic": True, "preload": PRELOAD}
+        code, out, err = start("print('started')", environ=environ, **job).finish()
+    assert (code, out) == (1, "")
+    assert [text for text in texts if text not in err] == [], err
 
 
 # -- without a launcher process ---------------------------------------------------------------
@@ -184,28 +155,10 @@ def test_parse_address() -> None:
             parse_address(text)
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("hosts", "text"), [(True, "zrpc launch: "), (False, r"within 0\.5 s, found nobody")]
-)
-def test_store_process_exits_if_its_address_is_taken_or_nobody_is_there_in_time(
-    monkeypatch: pytest.MonkeyPatch, free_port: int, hosts: bool, text: str
-) -> None:
-    monkeypatch.setenv("ZRPC_INIT_TIMEOUT", "0.5")
-    reading, writing = os.pipe()
-    with socket.create_server(("127.0.0.1", 0)) as taken, open(reading, "rb") as report:
-        port = taken.getsockname()[1] if hosts else free_port
-        with pytest.raises(SystemExit, match=text):
-            serve("127.0.0.1", port, hosts, 1, writing)
-        os.close(writing)
-        assert report.read() == b""
-
-
 class StoreStarter:
-    """Starts a process that sends some bytes in the place of a rank, a while after a signal."""
+    """Gets a signal as it starts the store's process, which reports the rank 4 a while after."""
 
-    def __init__(self, answer: bytes, number: int = signal.SIGUSR1) -> None:
-        self.answer = answer
+    def __init__(self, number: int) -> None:
         self.number = number
         self.thread = threading.Timer(0.1, self.reply)
 
@@ -217,31 +170,13 @@ class StoreStarter:
 
     def reply(self) -> None:
         with open(self.report, "wb", buffering=0) as file, contextlib.suppress(BrokenPipeError):
-            file.write(self.answer)
-
-    def reserve(self, hosts: bool = True) -> int | None:
-        with SignalInbox(STOPS | FORWARDED) as inbox:
-            try:
-                return reserve_ranks(self, {}, StoreAddress("h", 9), 1, hosts, inbox)  # type: ignore[arg-type]
-            finally:
-                assert inbox.take() == {self.number}
-                self.thread.join()
+            file.write(struct.pack("=q", 4))
 
 
 @pytest.mark.parametrize(("number", "found"), [(signal.SIGUSR1, 4), (signal.SIGTERM, None)])
-def test_only_a_signal_that_stops_the_launch_ends_the_wait_for_the_store(
-    number: signal.Signals, found: int | None
-) -> None:
-    assert StoreStarter(struct.pack("=q", 4), number).reserve() == found
-
-
-@pytest.mark.parametrize(
-    ("hosts", "text"),
-    [
-        (True, "could not host a store for the workers at h:9: see"),
-        (False, "could not find the workers' store at h:9: see .* The launch that --join names"),
-    ],
-)
-def test_a_store_process_that_fails_is_an_error(hosts: bool, text: str) -> None:
-    with pytest.raises(LaunchError, match=text):
-        StoreStarter(b"").reserve(hosts)
+def test_only_a_stop_ends_the_wait_for_a_store(number: signal.Signals, found: int | None) -> None:
+    starter: Any = StoreStarter(number)
+    with SignalInbox(STOPS | FORWARDED) as inbox:
+        assert reserve_ranks(starter, {}, StoreAddress("h", 9), 1, True, inbox) == found
+        assert inbox.take() == {number}
+    starter.thread.join()

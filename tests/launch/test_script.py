@@ -101,8 +101,8 @@ def test_script_that_is_not_executable_is_run_by_what_its_first_line_names(here:
 def test_program_has_the_environment_of_a_worker(start: Start, write: Write, method: str) -> None:
     shown = "$RANK/$WORLD_SIZE $ZRPC_WORKER_NAME $* $(grep SigIgn /proc/self/status)"
     program = write(f'#!/bin/sh\necho "{shown}"; exit $RANK\n', "p")
-    launched = start(program, argv=["a b", "c"], nprocs=2, no_python=True, start_method=method)
-    code, out, err = launched.finish()
+    job = {"target": program, "argv": ["a b", "c"], "no_python": True}
+    code, out, err = start(nprocs=2, start_method=method, **job).finish()
     assert code == 1
     found = re.search(r"\[1\] 1/2 worker1 a b c SigIgn:\s(\w+)\n", out)
     assert found
@@ -113,15 +113,13 @@ def test_program_has_the_environment_of_a_worker(start: Start, write: Write, met
 def test_program_that_cannot_be_run_exits_as_under_a_shell(start: Start, write: Write) -> None:
     program = write("#!/no/such/interpreter\n", "p")
     os.chmod(program, 0o755)
-    code, _, err = start(program, no_python=True).finish()
+    code, _, err = start(target=program, no_python=True).finish()
     assert code == 127
     assert f"zrpc launch: {program!r} can't be run: " in err
 
 
-def test_output_of_a_python_program_is_not_held_back(start: Start, write: Write) -> None:
-    launched = start(
-        "python3", argv=["-c", "print('at once'); import time; time.sleep(1000)"], no_python=True
-    )
+def test_output_of_a_python_program_is_not_held_back(start: Start) -> None:
+    program = "print('at once'); import time; time.sleep(1000)"
+    launched = start(target="python3", argv=["-c", program], no_python=True)
     launched.read_until("[0] at once\n")
-    launched.process.terminate()
-    launched.finish()
+    launched.stop()

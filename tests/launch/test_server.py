@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -18,13 +19,21 @@ from tests.support.waiting import until
 from zrpc.launch import LaunchError, ServerDied, Starter, Task, starter
 from zrpc.launch.channel import Channel
 
-
-def with_path(env: Any, directory: Path) -> dict[str, str]:
-    """Returns an environment in which a directory comes first on ``sys.path``."""
-    return {**env, "PYTHONPATH": str(directory)}
+Serve = Callable[..., Starter]
 
 
-def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked: Any) -> None:
+@pytest.fixture
+def serve(tmp_path: Path, marked: Any) -> Serve:
+    """Makes a fork server that preloads modules, some of them from the test's own directory."""
+
+    def serve(*preload: str, **variables: str) -> Starter:
+        env = {**marked.env, "PYTHONPATH": str(tmp_path / "lib"), **variables}
+        return Starter(preload=preload, env=env)
+
+    return serve
+
+
+def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, serve: Serve) -> None:
     """Without the garbage collector, and without a module that can't be imported."""
     write(
         """
@@ -35,33 +44,26 @@ def test_sixteen_children_share_one_import(write: Write, tmp_path: Path, marked:
         """,
         "lib/heavy.py",
     )
-    script = write(
-        """
+    script = write("""
         import gc, heavy, os, sys
         assert os.getppid() == int(sys.argv[1]) and gc.isenabled() and not heavy.enabled
-        """
-    )
+    """)
     imports = tmp_path / "imports"
-    env = {**marked.env, "IMPORTS": str(imports)}
-    with Starter(
-        preload=["no_such_module", "heavy"], env=with_path(env, tmp_path / "lib")
-    ) as server:
+    with serve("no_such_module", "heavy", IMPORTS=str(imports)) as server:
         pids = [server.spawn(Task.script(script, [str(server.pid)])) for _ in range(16)]
         assert [server.wait(pid, DEADLINE) for pid in pids] == [0] * 16
         assert imports.read_text() == f"{server.pid}\n"
 
 
-def test_torch_is_preloaded_and_random_numbers_differ(write: Write, marked: Any) -> None:
-    script = write(
-        """
+def test_torch_is_preloaded_and_random_numbers_differ(write: Write, serve: Serve) -> None:
+    script = write("""
         import sys
         assert "torch" in sys.modules
         import numpy, random, torch
         print(random.random(), numpy.random.rand(), torch.rand(1).item(), torch.initial_seed())
-        """
-    )
+    """)
     numbers: list[str] = []
-    with Starter(preload=["torch", "numpy.random"], env=marked.env) as server:
+    with serve("torch", "numpy.random") as server:
         for _ in range(3):
             code, output = outcome(server, Task.script(script))
             # Safe to fork: numpy's OpenBLAS ends its threads just before each fork.
@@ -71,25 +73,14 @@ def test_torch_is_preloaded_and_random_numbers_differ(write: Write, marked: Any)
     assert len(set(numbers)) == len(numbers) == 12
 
 
-@pytest.mark.parametrize("where", ["sitecustomize.py", "preloaded.py"])
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        (
-            "threading.Thread(target=time.sleep, args=[999], name='tracer', daemon=True).start()",
-            "tracer",
-        ),
-        ("_thread.start_new_thread(time.sleep, (999,))", "1 without a name"),
-    ],
-)
-def test_thread_of_a_tool_makes_each_child_a_new_interpreter(
-    write: Write, tmp_path: Path, marked: Any, source: str, name: str, where: str
+def test_thread_of_a_preloaded_module_makes_each_child_a_new_interpreter(
+    write: Write, serve: Serve
 ) -> None:
-    write(f"import _thread, threading, time\n{source}", f"lib/{where}")
+    source = "import _thread, time; _thread.start_new_thread(time.sleep, (999,))"
+    write(source, "lib/preloaded.py")
     script = write("import sys; sys.exit('colorsys' in sys.modules)")
-    env = with_path(marked.env, tmp_path / "lib")
-    with Starter(preload=["preloaded", "colorsys"], env=env) as server:
-        assert f"threads in each interpreter ({name})" in server.note
+    with serve("preloaded", "colorsys") as server:
+        assert "threads in each interpreter (1 without a name)" in server.note
         assert server.wait(server.spawn(Task.script(script)), DEADLINE) == 0
 
 
@@ -109,26 +100,24 @@ _ACCELERATOR = """
 
 @pytest.mark.parametrize("used", [False, True])
 def test_a_server_that_has_used_the_accelerator_is_not_forked(
-    write: Write, tmp_path: Path, marked: Any, used: bool
+    write: Write, serve: Serve, used: bool
 ) -> None:
     """An accelerator that a process has used can't be used in the children it forks: as CUDA."""
     write(dedent(_ACCELERATOR), "lib/accelerator.py")
     write(f"import accelerator; accelerator.used = {used}", "lib/model.py")
     script = write("import sys; sys.exit('accelerator' in sys.modules)")
-    env = with_path(marked.env, tmp_path / "lib")
-    with Starter(preload=["accelerator", "model"], env=env) as server:
+    with serve("accelerator", "model") as server:
         assert ("something uses gpu while modules are imported" in server.note) is used
         assert server.wait(server.spawn(Task.script(script)), DEADLINE) == int(not used)
 
 
 def test_a_start_may_fail_and_has_a_timeout(
-    write: Write, tmp_path: Path, marked: Any, monkeypatch: pytest.MonkeyPatch
+    write: Write, serve: Serve, marked: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(starter, "_REPLY_SECONDS", 0.5)
-    write("import time; time.sleep(1000)", "slow.py")
-    server = Starter(preload=["slow"], env=with_path(marked.env, tmp_path))
+    write("import time; time.sleep(1000)", "lib/slow.py")
     with pytest.raises(LaunchError, match="did not answer within"):
-        server.start()
+        serve("slow").start()
     assert not marked.pids()
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(ServerDied):
@@ -138,8 +127,8 @@ def test_a_start_may_fail_and_has_a_timeout(
         Starter().start()
 
 
-def test_many_unread_exits_do_not_block_the_server(marked: Any) -> None:
-    with Starter(preload=[], env=marked.env) as server:
+def test_many_unread_exits_do_not_block_the_server(serve: Serve, marked: Any) -> None:
+    with serve() as server:
         pids = {server.spawn(Task.function("os:_exit", 0)) for _ in range(400)}
         until(lambda: len(marked.pids()) == 1, "all children have ended")
         assert server.send_signal(min(pids), signal.SIGTERM) is False  # it still answers
@@ -152,7 +141,7 @@ def test_many_unread_exits_do_not_block_the_server(marked: Any) -> None:
 
 @pytest.mark.parametrize("interrupted_by", ["timeout", "ctrl-c"])
 def test_no_reply_is_taken_for_that_to_another_request(
-    marked: Any, monkeypatch: pytest.MonkeyPatch, interrupted_by: str
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, interrupted_by: str
 ) -> None:
     """A request whose reply does not come in time, or past an interrupt, is the last one."""
 
@@ -162,7 +151,7 @@ def test_no_reply_is_taken_for_that_to_another_request(
             raise TimeoutError
         signal.raise_signal(signal.SIGINT)
 
-    with Starter(preload=(), env=marked.env) as server:
+    with serve() as server:
         monkeypatch.setattr(Channel, "receive", receive)
         with pytest.raises((LaunchError, KeyboardInterrupt)):
             server.spawn(Task.function("time:sleep", 1000))
@@ -171,18 +160,13 @@ def test_no_reply_is_taken_for_that_to_another_request(
             server.make_directory()
 
 
-def test_module_beside_the_script_wins_over_a_preloaded_one(
-    write: Write, tmp_path: Path, marked: Any
-) -> None:
-    write("", "heavy.py")  # it may also be the preloaded one
-    write("mine = True", "lib/queue.py")
-    same = write("import sys; sys.exit('heavy' not in sys.modules)", "same.py")
-    other = write(
-        "import os, queue, sys; print(queue.mine, os.getppid() == int(sys.argv[1]), sys.argv[2])",
-        "lib/other.py",
-    )
-    env = with_path(marked.env, tmp_path)
-    with Starter(preload=["queue", "heavy"], env=env) as server:
+def test_module_beside_the_script_is_preferred(write: Write, serve: Serve) -> None:
+    write("", "lib/heavy.py")  # it may also be the preloaded one
+    write("mine = True", "queue.py")
+    same = write("import sys; sys.exit('heavy' not in sys.modules)", "lib/same.py")
+    shown = "queue.mine, os.getppid() == int(sys.argv[1]), sys.argv[2]"
+    other = write(f"import os, queue, sys; print({shown})", "other.py")
+    with serve("queue", "heavy") as server:
         tasks = [Task.script(script, [str(server.pid), "last"]) for script in (same, other)]
         assert outcome(server, tasks[0]) == (0, "")
         code, output = outcome(server, tasks[1])
@@ -197,8 +181,8 @@ def test_a_fresh_interpreter_starts_if_the_owner_has_removed_its_directory(marke
         assert server.wait(server.spawn(Task.function("builtins:int", 0)), DEADLINE) == 0
 
 
-def test_children_die_with_the_server(marked: Any) -> None:
-    with Starter(preload=[], env=marked.env) as server:
+def test_children_die_with_the_server(serve: Serve, marked: Any) -> None:
+    with serve() as server:
         server.spawn(Task.function("time:sleep", 1000))
         path = server.make_directory()
         os.kill(server.pid, signal.SIGKILL)
@@ -224,19 +208,18 @@ def test_server_shows_no_traceback_if_its_owner_exits_during_the_imports(
         "patient.py",
     )
     owner = "from zrpc.launch import Starter; Starter(preload=['patient']).start()"
-    launched = Launched([sys.executable, "-c", owner], with_path(marked.env, tmp_path))
+    env = {**marked.env, "PYTHONPATH": str(tmp_path)}
+    launched = Launched([sys.executable, "-c", owner], env)
     launched.read_until("importing\n")
     assert launched.stop(signal.SIGKILL) == (-signal.SIGKILL, "importing\n", "")
 
 
-def test_requests_that_cannot_be_carried_out_are_refused(
-    write: Write, tmp_path: Path, marked: Any
-) -> None:
-    write("import os; os.dup2(0, 99)", "opens.py")
+def test_impossible_requests_are_refused(write: Write, serve: Serve) -> None:
+    write("import os; os.dup2(0, 99)", "lib/opens.py")
     reading, writing = os.pipe()
     taken = os.dup2(reading, 99)
     try:
-        with Starter(preload=["opens"], env=with_path(marked.env, tmp_path)) as server:
+        with serve("opens") as server:
             with pytest.raises(LaunchError, match=r"descriptor 99 .* os\.dup"):
                 server.spawn(Task.function("os:getpid"), pass_fds=[taken])
             with pytest.raises(LaunchError, match="'/no/such'"):
@@ -247,11 +230,8 @@ def test_requests_that_cannot_be_carried_out_are_refused(
             os.close(fd)
 
 
-def test_each_child_has_its_own_multiprocessing_state(
-    write: Write, tmp_path: Path, marked: Any
-) -> None:
-    write(
-        """
+def test_no_child_shares_multiprocessing_state(write: Write, tmp_path: Path, serve: Serve) -> None:
+    write("""
         import multiprocessing as mp
         def f(): pass
         if __name__ == "__main__":
@@ -259,11 +239,10 @@ def test_each_child_has_its_own_multiprocessing_state(
             process.start()
             process.join()
             print(process.exitcode, bytes(mp.current_process().authkey).hex())
-        """
-    )
+    """)
     # A relative path, in a directory that isn't the server's.
     task = Task.script("script.py").within(cwd=str(tmp_path))
-    with Starter(preload=["multiprocessing.process"], env=marked.env) as server:
+    with serve("multiprocessing.process") as server:
         (_, first), (_, second) = [outcome(server, task) for _ in range(2)]
     assert first.startswith("0 ")
     assert second.startswith("0 ")
@@ -273,13 +252,11 @@ def test_each_child_has_its_own_multiprocessing_state(
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_the_server_ends_without_an_error_if_there_is_no_proc(write: Write, marked: Any) -> None:
     """Not mounted, or without the file that lists the children, which kernels may lack."""
-    script = write(
-        """
+    script = write("""
         from zrpc.launch import Starter, Task
         with Starter(preload=()) as starter:
             starter.spawn(Task.function("time:sleep", 1000))
-        """
-    )
+    """)
     command = f"mount -t tmpfs none /proc || exit 77; exec {sys.executable} {script}"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", command], env=marked.env, capture_output=True, text=True

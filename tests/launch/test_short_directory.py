@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from zrpc.launch.short_directory import short_directory
+from tests.support.programs import run_python
 
 # In a mount namespace of its own, in which the first words name what can only be read.
 _READ_ONLY = """
@@ -74,11 +74,9 @@ def test_the_first_directory_is_used_in_which_paths_of_sockets_fit(base: Path) -
     )
 
 
-def test_directory_that_cannot_be_used_is_passed_over(
-    base: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(base / "missing"))
-    monkeypatch.setattr(tempfile, "tempdir", str(base))
-    path = short_directory()
-    assert os.path.dirname(path) == str(base)
-    assert os.stat(path).st_mode & 0o777 == 0o700
+@pytest.mark.system
+def test_directory_that_cannot_be_used_is_passed_over(base: Path) -> None:
+    done = run_python("-c", _MAKE, ZRPC_RUNTIME_DIR=str(base / "missing"), TMPDIR=str(base))
+    path = Path(done.stdout.strip())
+    assert path.parent == base
+    assert path.stat().st_mode & 0o777 == 0o700

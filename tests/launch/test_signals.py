@@ -47,11 +47,9 @@ def given(*, ignored: tuple[int, ...] = (), blocked: tuple[int, ...] = ()) -> di
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_ignore_and_block_what_the_launcher_was_told_to(
-    start: Start, write: Write, method: str
-) -> None:
+def test_workers_ignore_and_block_what_the_launcher_was_told_to(start: Start, method: str) -> None:
     state = given(ignored=(signal.SIGCHLD, signal.SIGHUP), blocked=(signal.SIGTERM, signal.SIGCHLD))
-    code, out, _ = start(write(SHOWS), start_method=method, popen=state).finish()
+    code, out, _ = start(SHOWS, start_method=method, popen=state).finish()
     assert out == "[0] ignores SIGCHLD SIGHUP\n[0] blocks SIGCHLD SIGTERM\n"
     assert code == 7
 
@@ -70,9 +68,7 @@ def test_a_signal_that_the_launcher_was_told_to_ignore_stops_nothing(waiting: St
 
 
 @pytest.mark.system
-def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(
-    marked: Any,
-) -> None:
+def test_a_program_that_ignores_its_children_learns_the_exits_of_a_fork_server(marked: Any) -> None:
     """Ignored, they would leave no exit codes."""
     before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with Starter(preload=[], env=marked.env) as server:
@@ -108,7 +104,7 @@ def test_a_signal_stops_a_launch_whose_modules_are_still_imported(
     start: Start, write: Write, tmp_path: Path, number: signal.Signals
 ) -> None:
     write(SLOW, "slow.py")
-    launched = start(write(""), preload=["slow"], environ={"PYTHONPATH": tmp_path})
+    launched = start(preload=["slow"], environ={"PYTHONPATH": tmp_path})
     launched.read_until("imports\n")
     assert launched.stop(number)[0] == 128 + number
 
@@ -183,16 +179,7 @@ def test_only_an_interrupt_is_forwarded_to_the_children_of_workers_too(waiting: 
     assert (code, err.count("KeyboardInterrupt")) == (130, 4)  # of the children, too
 
 
-def test_sigalrm_stops_the_launch_as_sigterm_does(waiting: Start) -> None:
-    before = "signal.signal(signal.SIGALRM, show)\n    signal.signal(signal.SIGTERM, show)"
-    code, out, _ = waiting(before, grace=0.5).stop(signal.SIGALRM)
-    assert (code, out) == (128 + signal.SIGALRM, "[0] ready\n[0] got SIGTERM\n")
-
-
-@pytest.mark.parametrize("number", [signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU])
-def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
-    waiting: Start, number: signal.Signals
-) -> None:
+def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(waiting: Start) -> None:
     before = """
     code = "import time; print('child is ready', flush=True); time.sleep(1000)"
     subprocess.Popen([sys.executable, "-c", code])
@@ -206,7 +193,7 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     workers = children(server)
     processes = [*workers, *(pid for worker in workers for pid in children(worker))]
     assert len(processes) == 4
-    for _ in range(2):
+    for number in (signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU):
         launched.process.send_signal(number)
         _, status = os.waitpid(launched.process.pid, os.WUNTRACED)
         assert os.WSTOPSIG(status) == number  # what a shell shows
@@ -216,9 +203,7 @@ def test_ctrl_z_suspends_the_workers_and_their_children_with_the_launcher(
     assert launched.stop()[0] == 143
 
 
-def test_a_signal_that_comes_while_a_launch_is_suspended_stops_it_as_it_goes_on(
-    waiting: Start,
-) -> None:
+def test_a_signal_to_a_suspended_launch_stops_it_as_it_goes_on(waiting: Start) -> None:
     launched = waiting(nprocs=2, popen={"process_group": 0})
     launched.process.send_signal(signal.SIGTSTP)
     os.waitpid(launched.process.pid, os.WUNTRACED)

@@ -26,15 +26,11 @@ def test_function_must_be_given_with_its_module() -> None:
         Task.function("print")
 
 
-def test_task_environment_replaces_the_servers(
-    starter: Starter, write: Write, tmp_path: Path
-) -> None:
-    script = write(
-        """
+def test_environment_of_a_task_is_its_own(starter: Starter, write: Write, tmp_path: Path) -> None:
+    script = write("""
         import json, os, sys
         print(json.dumps([os.getcwd(), dict(os.environ), sys.path, sys.argv]))
-        """
-    )
+    """)
     (tmp_path / "there").mkdir()
     path = ["/nowhere", *[entry for entry in os.sys.path if entry]]  # type: ignore[attr-defined]
     task = Task.script(script, ["a", "--b"]).within(
@@ -64,14 +60,12 @@ def test_process_uses_the_given_streams_and_by_default_has_no_input(
 
 
 def test_only_descriptors_passed_on_are_open(starter: Starter, write: Write) -> None:
-    script = write(
-        """
+    script = write("""
         import os
         fds = {int(fd) for fd in os.listdir("/proc/self/fd")}
         print(sorted(fd for fd in fds if os.path.exists(f"/proc/self/fd/{fd}")))
         for fd in fds & set(range(70, 100)): os.write(fd, fd.to_bytes())
-        """
-    )
+    """)
     pairs = [os.pipe() for _ in range(3)]
     os.set_inheritable(pairs[0][0], True)  # must not leak, although inheritable
     # Each has a number that another one may have had on its way.
@@ -100,16 +94,14 @@ def test_closing_kills_processes_and_what_they_started_and_ends_the_use(
     starter: Starter, write: Write, tmp_path: Path
 ) -> None:
     """The fixture `marked` fails if a process is left."""
-    script = write(
-        """
+    script = write("""
         import subprocess, sys, time
         command = [sys.executable, "-c", "input('started')"]
         for own_session in False, True:
             child = subprocess.Popen(command, stdin=-1, start_new_session=own_session)
             child.stdin.detach()  # so that it reads on
         time.sleep(float(sys.argv[1]))
-        """
-    )
+    """)
     reading, writing = os.pipe()
     for seconds in "0", "1000":
         starter.spawn(Task.script(script, [seconds]), stdout=writing)
@@ -126,9 +118,7 @@ def test_closing_kills_processes_and_what_they_started_and_ends_the_use(
             use()
 
 
-def test_start_method_comes_from_the_argument_then_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_start_method_is_the_argument_or_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZRPC_START_METHOD", raising=False)
     assert start_method() == "fork"
     monkeypatch.setenv("ZRPC_START_METHOD", "spawn")

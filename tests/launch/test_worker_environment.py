@@ -9,69 +9,36 @@ from unittest import mock
 
 import pytest
 
-from tests.launch.conftest import Start, Write
+from tests.launch.conftest import Start
 from zrpc.launch.worker import base_environment
 
-SHOW = """
+SHARED = ("MASTER_PORT", "ZRPC_RUNTIME_DIR", "ZRPC_STORE_DIR")
+SHOW = f"""
     import json, os, sys
-    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
-            "ZRPC_WORKER_NAME", "ZRPC_RUNTIME_DIR", "OMP_NUM_THREADS", "EXTRA",
-            "TORCHELASTIC_USE_AGENT_STORE", "ZRPC_STORE_DIR")
-    print(json.dumps([{key: os.environ.get(key) for key in keys}, sys.argv[1:]]))
+    keys = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+            "OMP_NUM_THREADS", "ZRPC_WORKER_NAME", "EXTRA", "TORCHELASTIC_USE_AGENT_STORE")
+    keys += {SHARED}
+    print(json.dumps({{"argv": sys.argv[1:], **{{key: os.environ.get(key) for key in keys}}}}))
     """
-
-
-def shown(out: str) -> list[tuple[int, dict[str, str], list[str]]]:
-    rows = []
-    for line in out.splitlines():
-        prefix, _, rest = line.partition(" ")
-        rows.append((int(prefix[1:-1]), *json.loads(rest)))
-    return sorted(rows, key=lambda row: row[0])
-
-
-def test_workers_have_names_by_their_roles(start: Start, write: Write) -> None:
-    script = write("import os; print(os.environ['ZRPC_WORKER_NAME'], os.environ['ZRPC_ROLE'])")
-    launched = start(script, nprocs=3, roles={"learner": 1, "rollout": 2}, max_restarts=1)
-    code, out, _ = launched.finish()
-    assert code == 0
-    assert sorted(out.splitlines()) == [
-        "[learner0] learner0 learner",
-        "[rollout0] rollout0 rollout",
-        "[rollout1] rollout1 rollout",
-    ]
+OUTER = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_each_worker_gets_its_environment(start: Start, write: Write, method: str) -> None:
-    environ = {"RANK": "7", "WORLD_SIZE": "9", "MASTER_PORT": "1"}
-    environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    launched = start(
-        write(SHOW),
-        argv=["--nprocs", "9"],
-        nprocs=3,
-        name_prefix="w",
-        env={"EXTRA": "a=b"},
-        start_method=method,
-        environ=environ,
-    )
-    code, out, err = launched.finish()
+def test_each_worker_gets_its_environment(start: Start, method: str) -> None:
+    job = {"argv": ["--nprocs", "9"], "name_prefix": "w", "env": {"EXTRA": "a=b"}}
+    code, out, err = start(SHOW, nprocs=3, start_method=method, environ=OUTER, **job).finish()
     assert (code, err) == (0, "")
-    rows = shown(out)
-    assert [row[0] for row in rows] == [0, 1, 2]
-    for rank, env, argv in rows:
-        assert argv == ["--nprocs", "9"]
-        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
-        assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == "3"
-        assert env["MASTER_ADDR"] == "127.0.0.1"
-        assert 1024 < int(env["MASTER_PORT"]) < 65536
-        assert env["ZRPC_WORKER_NAME"] == f"w{rank}"
-        assert env["OMP_NUM_THREADS"] == "1"
-        assert env["EXTRA"] == "a=b"
-        assert env["TORCHELASTIC_USE_AGENT_STORE"] is None
-    assert len({row[1]["MASTER_PORT"] for row in rows}) == 1
-    (directory,) = {row[1]["ZRPC_RUNTIME_DIR"] for row in rows}
-    assert {row[1]["ZRPC_STORE_DIR"] for row in rows} == {directory}
+    lines = enumerate(sorted(out.splitlines()))
+    rows = [json.loads(line.removeprefix(f"[{rank}] ")) for rank, line in lines]
+    [(port, directory, store)] = {tuple(row.pop(key) for key in SHARED) for row in rows}
+    assert 1024 < int(port) < 65536
+    assert store == directory
     assert not os.path.exists(directory)
+    same = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "EXTRA": "a=b"}
+    same |= {"OMP_NUM_THREADS": "1", "TORCHELASTIC_USE_AGENT_STORE": None, "argv": job["argv"]}
+    for rank, row in zip("012", rows, strict=True):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "ZRPC_WORKER_NAME": f"w{rank}"}
+        assert row == {**same, **own}
 
 
 MEET = """
@@ -94,9 +61,9 @@ MEET = """
     """
 
 
-def test_workers_meet_out_of_reach_of_other_users(start: Start, write: Write) -> None:
+def test_workers_meet_out_of_reach_of_other_users(start: Start) -> None:
     """No port is opened for that. A process group of the program meets at the master's."""
-    code, out, err = start(write(MEET), nprocs=2, preload=["torch", "zrpc.api"]).finish()
+    code, out, err = start(MEET, nprocs=2, preload=["torch", "zrpc.api"]).finish()
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] False 0o700 2.0", "[1] False 0o700 2.0"]
 
@@ -114,11 +81,8 @@ SECRET = """
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/cmdline"), reason="needs /proc")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_share_a_secret_that_is_on_no_command_line(
-    start: Start, write: Write, method: str
-) -> None:
-    script = write(SECRET)
-    runs = [start(script, nprocs=2, start_method=method) for _ in range(2)]
+def test_workers_share_a_secret_that_is_on_no_command_line(start: Start, method: str) -> None:
+    runs = [start(SECRET, nprocs=2, start_method=method) for _ in range(2)]
     secrets = []
     for run in runs:
         (shown,) = {line.partition(" ")[2] for line in run.finish()[1].splitlines()}
