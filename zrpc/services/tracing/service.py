@@ -214,11 +214,15 @@ def merge(directory: Path, path: Path) -> tuple[int, list[str]]:
 
 
 def _write(path: Path, traces: list[WorkerTrace], missing: Sequence[str]) -> None:
+    content = json.dumps(chrome_trace(traces, missing))
+    if path.exists() and not path.is_file():  # such as /dev/stdout, which a file must not replace
+        path.write_text(content)
+        return
     # Several workers may do this at once.
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         part.touch(0o600)
-        part.write_text(json.dumps(chrome_trace(traces, missing)))
+        part.write_text(content)
         part.replace(path)
     except OSError:  # a full disk, say
         part.unlink(missing_ok=True)
