@@ -81,18 +81,6 @@ def test_all_see_the_same_records_and_where_each_listens(connect: Connect) -> No
         assert found() + early() + late() == [listening] * size
 
 
-@every_store
-def test_a_worker_that_tries_again_while_others_wait(connect: Connect) -> None:
-    left_again = record(1, 3)
-    waiting = [record(0, 3)]
-    first = start(connect, waiting)
-    [outcome] = start(connect, [left_again], timeout=0.05)()
-    assert isinstance(outcome, RendezvousError)
-    others = [record(1, 3), record(2, 3)]
-    assert start(connect, others)() == [waiting + others] * 2
-    assert first() == [waiting + others]
-
-
 def write_roster(entries: SignedStore, records: list[PeerRecord]) -> None:
     roster = json.dumps(["roster", *(each.dump() for each in records)])
     entries.set(f"roster/{records[0].token}/0", roster)

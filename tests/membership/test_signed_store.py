@@ -20,7 +20,7 @@ from tests.support.waiting import until
 from zrpc.errors import AuthenticationError
 from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
+from zrpc.membership.rendezvous import RendezvousTiming, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
@@ -70,30 +70,20 @@ def test_other_bytes_are_refused(data: bytes, signed: bool) -> None:
 
 # -- peer records ---------------------------------------------------------------------------------
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
-@pytest.mark.system
-@given(values | st.dictionaries(st.sampled_from(list(PeerRecord.__slots__)), values))
-def test_json_that_is_not_a_peer_record(value: Any) -> None:
-    with pytest.raises(ValueError, match="record"):
-        PeerRecord.parse(json.dumps(value))
-
 
 def test_a_peer_record_is_read_as_it_was_written() -> None:
     mine = record(0, 1)
     assert PeerRecord.parse(mine.dump()) == mine
     values = json.loads(mine.dump())
     for name, value in (
-        *(("rank", "0"), ("rank", True), ("token", "z" * 32), ("token", "")),
-        *(("name", "not a name"), ("ipc", 1), ("more", 1)),
+        *(("rank", "0"), ("rank", True), ("token", "z" * 32), ("token", ""), ("name", None)),
+        *(("name", "not a name"), ("ipc", 1), ("more", 1), ("public_key", []), ("restarts", {})),
     ):
         with pytest.raises(ValueError, match="record"):
             PeerRecord.parse(json.dumps({**values, name: value}))
+    for value in (None, True, 7, "text", [], [values], {}):
+        with pytest.raises(ValueError, match="record"):
+            PeerRecord.parse(json.dumps(value))
 
 
 # -- the rendezvous ------------------------------------------------------------------------
@@ -138,20 +128,6 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
         assert isinstance(error, AuthenticationError), error
 
 
-def test_a_host_that_exits_before_it_has_refused_a_worker_may_be_that_of_an_earlier_mesh() -> None:
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-    theirs = record(0, 2)
-    outcome = start(client, (record(1, 2), BAD))
-    entries = SignedStore(host, GOOD)
-    entries.set("leader", theirs.dump())
-    entries.get_raw(f"record/{theirs.token}/1")  # waits for it
-    del host, entries
-    [error] = outcome()
-    assert type(error) is StoreLost, error
-    assert "is signed with another cluster secret" in str(error)
-
-
 def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
     """It may be that of the last launch, which had a secret of its own."""
     store = dist.HashStore()
@@ -164,13 +140,10 @@ def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("secret", [None, GOOD])
-def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
-    secret: ClusterSecret | None,
-) -> None:
-    for entry in (
-        *(b"", b"{}", b"- {}", b"- null", b"- \xff", b"- " + b"[" * 60_000, b"x" * 1_000_000),
-        b"0" * 64 + b' {"token": "' + b"0" * 32 + b'"}',
+def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout() -> None:
+    for secret, entry in (
+        *((None, b"- {}"), (None, b"- \xff"), (None, b"- " + b"[" * 60_000)),
+        *((GOOD, b""), (GOOD, b"x" * 1_000_000), (GOOD, b"0" * 64 + b" {}")),
     ):
         store = dist.HashStore()
         dist.PrefixStore("zrpc", store).set("leader", entry)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.support.records import peer_record
@@ -105,17 +103,3 @@ def test_a_worker_that_never_joins(members: Membership) -> None:
     assert members.introduced_as(peer_record(4).identity) == 4
     assert (members.awaited, members.lost) == (set(), {4})
     assert members.living == [0, 1, 2, 3]
-
-
-def test_another_incarnation_takes_the_name_and_the_rank(members: Membership) -> None:
-    old, new = members.records[2], replace(peer_record(2), token="f" * 32, incarnation=1)
-    members.introduce(new)
-    assert members.find(2).member_id == old.member_id == 2
-    members.mark_lost(2)
-    assert members.find("worker2").member_id == 2  # which is gone
-    members.admit(new.member_id)
-    for to in ("worker2", 2, WorkerInfo("worker2", 2), old.info):
-        assert members.find(to).member_id == new.member_id
-    assert members.member_of(old.identity) is None
-    assert members.member_of(new.identity) == new.member_id
-    assert members.living == [0, 1, 3, new.member_id]
