@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests.support.programs import Forked
-from tests.transport.numbered import endpoint_of
+from tests.transport.numbered import connect, opened
 from tests.transport.two_hosts import (
     ADDRESSES,
     ENTER,
@@ -103,9 +103,6 @@ def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Work
 @pytest.fixture
 def networks(no_leaks: None) -> Iterator[list[Network]]:
     """Yields three networks that know each other."""
-    networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
-    for network in networks:
-        network.connect([endpoint_of(each) for each in networks])
-    yield networks
-    for network in networks:
-        network.close(0, ())
+    with opened(3) as networks:
+        connect(networks)
+        yield networks

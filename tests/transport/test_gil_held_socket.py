@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
 from tests.support.handled import signal_handlers
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuffer, failure
 
@@ -91,47 +91,12 @@ def test_a_closed_socket_never_uses_its_reused_descriptor(
             each.close()
 
 
-class Waiter:
-    """A thread that takes the interpreter's lock repeatedly, and counts how often it got it.
-
-    It never keeps the lock, so no other thread has to wait for it.
-    """
-
-    def __init__(self) -> None:
-        self.turns = 0
-        self._ended = False
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._ended:
-            self.turns += 1
-            time.sleep(0.0001)  # releases the lock, and takes it again
-
-    def __enter__(self) -> Waiter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended = True
-        self._thread.join(SOON)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture
 def nobody_has_to_give_up_the_lock() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(100)
     yield
     sys.setswitchinterval(before)
-
-
-def turns_meanwhile(waiter: Waiter, exchange: Callable[[], object], seconds: float) -> int:
-    """Repeats an exchange until the waiter gets the lock; returns how often it did."""
-    until = time.monotonic() + seconds
-    before = waiter.turns
-    while waiter.turns == before and time.monotonic() < until:
-        exchange()
-    return waiter.turns - before
 
 
 @pytest.mark.system
@@ -141,6 +106,12 @@ def test_the_lock_is_held_while_sending_and_receiving(
 ) -> None:
     here, there = ends
 
+    ended, turns = threading.Event(), []
+
+    def take_the_lock() -> None:
+        while not ended.wait(0.0001):  # releases the lock, and takes it again
+            turns.append(None)
+
     def exchange() -> None:
         send(here, b"a message")
         receive(there)
@@ -149,7 +120,16 @@ def test_the_lock_is_held_while_sending_and_receiving(
         here.socket.send(b"a message")
         there.socket.recv_into(memory.view)
 
-    with Waiter() as waiter:
-        # It does get the lock when the lock is released.
-        assert turns_meanwhile(waiter, exchange_by_python, SOON)
-        assert not turns_meanwhile(waiter, exchange, 0.1)
+    def turns_meanwhile(exchange: Callable[[], object], seconds: float) -> int:
+        """Repeats an exchange until the thread gets the lock; returns how often it did."""
+        end, before = time.monotonic() + seconds, len(turns)
+        while len(turns) == before and time.monotonic() < end:
+            exchange()
+        return len(turns) - before
+
+    finish = start_all([take_the_lock], SOON)
+    # It does get the lock when the lock is released.
+    assert turns_meanwhile(exchange_by_python, SOON)
+    assert not turns_meanwhile(exchange, 0.1)
+    ended.set()
+    assert finish() == [None]
