@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.system
 
 # The first ones are there for what is opened once.
-FIRST, GUESTS = 2, 6
+FIRST, GUESTS = 2, 4
 # Of a tensor that is sent by shared memory, or as a large message.
 ELEMENTS = 1 << 17
 LATE = 60.0  # for a process on a busy machine
