@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import socket
-import threading
-import time
 from collections.abc import Iterator
 from functools import partial
 
@@ -38,27 +35,3 @@ def test_a_descriptor_forgotten_during_a_poll_is_not_reported(poller: Poller) ->
     assert len(calls) == 1
     for each in itertools.chain(*pairs):
         each.close()
-
-
-def test_wait_returns_for_what_poll_reports_unless_it_is_masked(poller: Poller) -> None:
-    reported: list[int] = []
-    reading, writing = os.pipe()
-    try:
-        poller.watch_readable(reading, lambda: reported.append(reading))
-        os.write(writing, b"x")
-        poller.wait(SOON)
-        poller.mask()
-        begun = time.monotonic()
-        poller.wait(0.05)
-        assert time.monotonic() - begun >= 0.05
-        assert reported == []
-        poller.poll(SOON)
-        assert reported == [reading]  # masked or not
-        waiting = threading.Thread(target=poller.wait, args=(2 * SOON,))
-        waiting.start()
-        poller.unmask()
-        waiting.join(SOON)
-        assert not waiting.is_alive()
-    finally:
-        os.close(reading)
-        os.close(writing)

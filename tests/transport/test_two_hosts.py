@@ -7,18 +7,20 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.partitions.network import Path as Way
-from tests.partitions.network import Switch, address_of, connected
+from tests.partitions.network import Switch, address_of
 from tests.services.tracing.test_trace import Trace
 from tests.support.waiting import until
-from tests.transport.two_hosts import ADDRESSES, SOON, Host
+from tests.transport.two_hosts import SOON
 from zrpc.membership.secret import new_secret, write_secret
+
+StartWorkers = Callable[..., Any]
 
 WORKER = """
 import os
@@ -40,39 +42,26 @@ zrpc.shutdown()
 """
 
 
-@pytest.fixture
-def run(
-    hosts: list[Host], start_workers: Callable[..., Any]
-) -> Callable[..., list[tuple[int, str]]]:
-    """Returns a function that runs a worker on each host."""
-
-    def run(*variables: dict[str, str]) -> list[tuple[int, str]]:
-        return start_workers(hosts, WORKER, *variables).outcomes()
-
-    return run
-
-
 @pytest.mark.parametrize("interface", [{}, {"ZRPC_IFACE": "cable"}])
 def test_workers_on_two_hosts_exchange_calls(
-    run: Callable[..., list[tuple[int, str]]], tmp_path: Path, interface: dict[str, str]
+    start_workers: StartWorkers, tmp_path: Path, interface: dict[str, str]
 ) -> None:
     write_secret(tmp_path / "secret", new_secret())
-    outcomes = run(*[{"ZRPC_SECRET_FILE": str(tmp_path / "secret"), **interface}] * 2)
-    for rank, (code, output) in enumerate(outcomes):
+    variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), **interface}
+    workers = start_workers(WORKER, variables, variables)
+    for rank, (code, output) in enumerate(workers.outcomes()):
         assert code == 0, output
         assert f"{500_000 * (1 + rank):.1f}\n" in output
-        assert f"name=w{rank}) listens on tcp://{ADDRESSES[rank]}:" in output
+        assert f"name=w{rank}) listens on tcp://{address_of(rank)}:" in output
         assert "(CURVE)" in output
         # Rank 0's store, too, only on this interface, in the kernel's notation.
-        assert f"listening at 0{rank + 1}004D0A\n" in output
+        assert f"listening at 0{rank + 1}004E0A\n" in output
 
 
-def test_containers_that_listen_on_their_loopback_are_told(
-    run: Callable[..., list[tuple[int, str]]],
-) -> None:
+def test_containers_that_listen_on_their_loopback_are_told(start_workers: StartWorkers) -> None:
     """They have one boot id, and a loopback interface each."""
-    secret = new_secret()
-    for code, output in run(*[{"ZRPC_SECRET": secret, "ZRPC_IFACE": "lo"}] * 2):
+    variables = {"ZRPC_SECRET": new_secret(), "ZRPC_IFACE": "lo"}
+    for code, output in start_workers(WORKER, variables, variables).outcomes():
         assert code == 1
         assert "listens on tcp://127.0.0.1:" in output
         assert "which other hosts and containers can't reach: set ZRPC_IFACE there" in output
@@ -105,12 +94,11 @@ while True:
 
 
 def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
-    hosts: list[Host], start_workers: Callable[..., Any], tmp_path: Path
+    start_workers: StartWorkers, tmp_path: Path
 ) -> None:
     write_secret(tmp_path / "secret", new_secret())
     variables = {"ZRPC_SECRET_FILE": str(tmp_path / "secret"), "WORLD_SIZE": "3"}
-    here, there = hosts
-    workers = start_workers([here, there, there], OBSERVED, *[variables] * 3)
+    workers = start_workers(OBSERVED, *[variables] * 3, on=(0, 1, 1))
     until(lambda: "traced" in workers.output(0), "a trace", within=2 * SOON)
 
     def top(interval: float) -> dict[str, Any]:
@@ -162,8 +150,6 @@ def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
 
 
 # -- a network between them that is interrupted --------------------------------------------
-
-PORT = 29_500
 
 PROGRAM = """
 import json, os, time
@@ -232,34 +218,14 @@ zrpc.shutdown(graceful=False)
 """
 
 
-@pytest.fixture
-def switched(
-    start_workers: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Switch, Callable[[str], Any]]]:
-    """Yields the switch between two hosts, and a function that starts a program on both."""
-    with connected(2, PORT) as (names, switch):
-        hosts = [Host(name, tmp_path_factory.mktemp("host")) for name in names]
-
-        def start(program: str) -> Any:
-            env = {
-                "ZRPC_SECRET": new_secret(),
-                "MASTER_ADDR": address_of(0),
-                "MASTER_PORT": str(PORT),
-            }
-            return start_workers(hosts, program, env, env)
-
-        yield switch, start
-
-
 def await_both(directory: Path, what: str) -> None:
     until(lambda: all((directory / f"{what}{rank}").exists() for rank in range(2)), within=SOON)
 
 
 def test_large_packets_that_are_lost_are_reported(
-    switched: tuple[Switch, Callable[[str], Any]], tmp_path: Path
+    start_workers: StartWorkers, switch: Switch, tmp_path: Path
 ) -> None:
-    switch, start = switched
-    workers = start(BLACK_HOLE)
+    workers = start_workers(BLACK_HOLE, *[{"ZRPC_SECRET": new_secret()}] * 2)
     await_both(tmp_path, "ready")
     switch.set(Way.LARGE_LOST, 0, 1)
     (tmp_path / "cut").touch()
@@ -272,10 +238,9 @@ def test_large_packets_that_are_lost_are_reported(
 
 
 def test_a_short_interruption_loses_nothing(
-    switched: tuple[Switch, Callable[[str], Any]], tmp_path: Path
+    start_workers: StartWorkers, switch: Switch, tmp_path: Path
 ) -> None:
-    switch, start = switched
-    workers = start(PROGRAM)
+    workers = start_workers(PROGRAM, *[{"ZRPC_SECRET": new_secret()}] * 2)
     await_both(tmp_path, "ready")
     for sender in range(2):
         switch.set(Way.LOST, sender, 1 - sender)
@@ -314,12 +279,12 @@ zrpc.shutdown()
 
 
 def test_a_firewall_that_refuses_all_but_the_port_of_the_master(
-    switched: tuple[Switch, Callable[[str], Any]],
+    start_workers: StartWorkers, switch: Switch
 ) -> None:
     """Both are told, with the address, and the shutdown of both ends."""
-    switch, start = switched
     switch.set(Way.REFUSED, 1, 0)
-    (code, output), (other_code, other_output) = start(ONE_WAY).outcomes()
+    workers = start_workers(ONE_WAY, *[{"ZRPC_SECRET": new_secret()}] * 2)
+    (code, output), (other_code, other_output) = workers.outcomes()
     assert (code, other_code) == (0, 0), output + other_output
     address = re.search(r"listens on (tcp://\S+)", output)
     assert address
