@@ -282,9 +282,9 @@ def test_all_are_told_which_rank_came_twice_and_from_where(connect: Connect) -> 
     entries = SignedStore(connect(), None)
     host, first = record(0, 3), record(1, 3, name="first", pid=11, host="a")
     second = record(1, 3, name="second", pid=12, host="b")
-    outcomes = start(connect, [host, first], timeout=6.0)
+    outcomes = start(connect, [host, first], timeout=3.0)
     until(lambda: entries.check([f"record/{host.token}/1"]))
-    more = start(connect, [second], timeout=6.0)
+    more = start(connect, [second], timeout=3.0)
     for error in [*outcomes(), *more()]:
         assert isinstance(error, RendezvousError)
         assert (
@@ -384,13 +384,13 @@ def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys() -> None:
     for rank in range(1, 256, 2):
         entries.set(f"record/{host.token}/{rank}", Arrival(record(rank, 256)).dump())
     with pytest.raises(RendezvousError, match=r"ranks 2, 4, 6, .* are missing"):
-        meet(store, host, timeout=2.0)
+        meet(store, host, timeout=1.0)
     # Rank 0 at each of its polls, the others for the error only.
     assert 256 < store.keys_asked < 60 * 256
     waiting = RecordingStore()
     SignedStore(waiting, None).set("leader", host.dump())
     with pytest.raises(RendezvousError, match="are missing"):
-        meet(waiting, record(1, 256), timeout=2.0)
+        meet(waiting, record(1, 256), timeout=1.0)
     assert waiting.keys_asked < 2 * 256
 
 

@@ -29,14 +29,6 @@ HASTY = RendezvousTiming(failure_read_seconds=0.1)
 GOOD, BAD = ClusterSecret("good" * 16), ClusterSecret("evil" * 16)
 
 
-def test_a_value_is_read_as_it_was_written() -> None:
-    for secret in (None, GOOD):
-        entries = SignedStore(dist.HashStore(), secret)
-        for value in ("", "value", "wörd and space", "x" * 10_000):
-            entries.set("key", value)
-            assert entries.get("key") == value
-
-
 def test_another_secret_or_the_place_of_another_entry() -> None:
     for writer, reader, told in (
         (BAD, GOOD, "signed with another cluster secret, or forged"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -40,14 +39,9 @@ def pair(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[list[Networ
 
 
 def test_wake_ends_a_receive(pair: list[Network]) -> None:
-    network = pair[0]
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(network.receive(60)))
-    waiting.start()
-    network.wake()
-    waiting.join(SOON)
-    assert not waiting.is_alive()
-    ((identity, first, buffers),) = found
+    finish = start_all([partial(pair[0].receive, 60)], SOON)
+    pair[0].wake()
+    [(identity, first, buffers)] = finish()
     assert (first, buffers) == (b"", [])
     assert identity[:1] == b"w"  # not a member's
 
@@ -101,12 +95,10 @@ def test_queued_messages_are_sent_before_close_returns(pair: list[Network]) -> N
     first, second = pair
     for _ in range(50):
         first.send(1, b"x" * 100_000)
-    closing = threading.Thread(target=first.close, args=(SOON, ()))
-    closing.start()
+    finish = start_all([partial(first.close, SOON, ())], SOON)
     for _ in range(50):
         received(second)
-    closing.join(SOON)
-    assert not closing.is_alive()
+    assert finish() == [None]
 
 
 def test_sending_after_close_fails(pair: list[Network]) -> None:

@@ -7,6 +7,7 @@ import errno
 import socket
 import threading
 import time
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -82,14 +83,11 @@ def test_direct_messages_do_not_starve_zeromq(networks: list[Network]) -> None:
 
 def test_room_wakes_a_receiving_thread_to_send_the_queue(networks: list[Network]) -> None:
     """The queue begins when the receiving thread already waits."""
-    found = []
-    sleeper = threading.Thread(target=lambda: found.append(networks[0].receive(60)))
-    sleeper.start()
+    finish = start_all([partial(networks[0].receive, 60)], SOON)
     count = fill(networks[0], 1)
     assert numbers_of(networks[1], count) == list(range(count))
     networks[0].wake()
-    sleeper.join(SOON)
-    assert not sleeper.is_alive()
+    assert finish() != [None]
 
 
 @pytest.mark.system
@@ -98,21 +96,12 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_another_at_close(
 ) -> None:
     fill(networks[0], 1)
     count = fill(networks[0], 2)
-    closing = threading.Thread(target=networks[0].close, args=(0.3, ()))
-    closing.start()
+    finish = start_all([partial(networks[0].close, 0.3, ())], SOON)
     assert numbers_of(networks[2], count) == list(range(count))
-    closing.join(SOON)
-    assert not closing.is_alive()
-
-
-def test_queued_messages_are_dropped_after_the_linger(networks: list[Network]) -> None:
-    count = fill(networks[0], 1)
-    begun = time.monotonic()
-    networks[0].close(0.1, ())
-    assert 0.1 <= time.monotonic() - begun < SOON
-    numbers = all_there(networks[1])
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) < count
+    assert finish() == [None]
+    arrived = all_there(networks[1])
+    assert arrived == list(range(len(arrived)))
+    assert len(arrived) < count
 
 
 def test_close_does_not_wait_for_messages_to_lost_peers(networks: list[Network]) -> None:
@@ -256,12 +245,10 @@ def test_queued_messages_of_a_broken_connection_go_by_zeromq(
         networks[0].send(1, b"%d last" % count)
         count += 1
         assert networks[0].sent([1]) == count
-    closing = threading.Thread(target=networks[0].close, args=(SOON, ()))
-    closing.start()
+    finish = start_all([partial(networks[0].close, SOON, ())], SOON)
     numbers += numbers_of(networks[1], count - len(numbers))
     assert numbers == list(range(count))
-    closing.join(SOON)
-    assert not closing.is_alive()
+    assert finish() == [None]
 
 
 def test_no_sender_sees_a_broken_connection(networks: list[Network]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import socket
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +25,6 @@ from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.view import Membership
 from zrpc.services.elastic.limits import ElasticLimits
-from zrpc.transport.address import host_key, network_key
 from zrpc.transport.curve import supports_curve
 
 if TYPE_CHECKING:
@@ -86,18 +86,17 @@ def test_workers_without_a_shared_directory_use_the_named_interface(
 ) -> None:
     monkeypatch.setenv("ZRPC_IFACE", "127.0.0.1")
     first = elastic.join("first", 0)
-    monkeypatch.setattr("zrpc.bootstrap.host_key", lambda *_: "another/directory")
-    monkeypatch.setattr("zrpc.bootstrap.network_key", lambda: "another/network")
-    with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
-        elastic.join("far", 1)  # on another host, by its key
-    assert call(first, "first") == 2
-    monkeypatch.setattr("zrpc.bootstrap.network_key", network_key)
-    monkeypatch.setattr(
-        "zrpc.bootstrap.host_key", lambda *_: f"{host_key().split('/')[0]}/elsewhere"
-    )
-    second = elastic.join("near", 1)
-    assert not first.membership.shares_host(second.membership.own_id)
-    assert (call(first, "near"), call(second, "first")) == (2, 2)
+    with tempfile.TemporaryDirectory(prefix="zrpc-test-") as directory:
+        monkeypatch.setenv("ZRPC_RUNTIME_DIR", directory)
+        with monkeypatch.context() as far:
+            far.setattr("zrpc.bootstrap.network_key", lambda: "another/network")
+            with pytest.raises(rpc.RpcError, match="listens on no network: set ZRPC_IFACE"):
+                elastic.join("far", 1)
+        assert call(first, "first") == 2
+        second = elastic.join("near", 1)
+        assert not first.membership.shares_host(second.membership.own_id)
+        assert (call(first, "near"), call(second, "first")) == (2, 2)
+        elastic.close()
 
 
 # -- errors ----------------------------------------------------------------------------------
