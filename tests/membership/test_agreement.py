@@ -88,6 +88,18 @@ def test_the_lowest_rank_that_is_not_of_the_pair_judges_first() -> None:
     assert second.judge(2.0, range(4), always) is not None  # type: ignore[arg-type]
 
 
+def test_each_is_told_once_and_again_if_messages_were_lost() -> None:
+    agreement = Agreement(A, LIMIT)
+    notes = [unreached(D, A), LossNote(How.PUT_OUT, E, C, D)]
+    for note in notes:
+        agreement.lose(note.member, note, 0.0)
+    assert [agreement.untold(B), agreement.untold(B), agreement.untold(C)] == [notes, [], notes]
+    assert agreement.is_told(B)
+    agreement.tell_again(B)
+    assert not agreement.is_told(B)
+    assert [agreement.untold(B), agreement.untold(C)] == [notes, []]
+
+
 def test_a_worker_that_has_lost_another_waits_for_what_others_decide() -> None:
     first, third = Agreement(A, LIMIT), Agreement(C, LIMIT)
     assert first.settled(0.0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.membership.test_rendezvous import record
 from tests.support.stores import RecordingStore
-from tests.support.threads import start_all
+from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import until
 from zrpc.errors import AuthenticationError
 from zrpc.membership.attendance import Arrival
@@ -116,8 +116,7 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
     second = start(client, (record(1, 2), BAD))
     [first] = start(host, (record(0, 2), GOOD))()
     del host
-    for error in (first, *second()):
-        assert isinstance(error, AuthenticationError), error
+    assert_raised([first, *second()], AuthenticationError)
 
 
 def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,9 +138,8 @@ def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout() -> None:
     ):
         store = dist.HashStore()
         dist.PrefixStore("zrpc", store).set("leader", entry)
-        [error] = start(store, (record(1, 2), secret), timeout=0.1)()
-        assert isinstance(error, AuthenticationError)
-        assert "what claims to be rank 0 was refused: " in str(error)
+        errors = start(store, (record(1, 2), secret), timeout=0.1)()
+        assert_raised(errors, AuthenticationError, "what claims to be rank 0 was refused: ")
 
 
 def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
@@ -154,9 +152,8 @@ def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
     ):
         store, mine = dist.HashStore(), record(0, 2)
         dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
-        [error] = start(store, (mine, None), timing=HASTY)()
-        assert "worker worker0 (rank 0) and the worker of rank 1 refuse each other" in str(error)
-        assert text in str(error)
+        told = "worker worker0 (rank 0) and the worker of rank 1 refuse each other"
+        assert_raised(start(store, (mine, None), timing=HASTY)(), AuthenticationError, told, text)
 
 
 @pytest.mark.parametrize("key", ["record/{}/1", "roster/{}/0", "roster/{}/1"])
@@ -174,9 +171,8 @@ def test_a_replayed_entry_is_refused(key: str) -> None:
         entries.set("leader", host.dump())
         roster = json.dumps(["roster", host.dump(), other.dump()])
         entries.claim(f"roster/{host.token}/0", roster)
-    [error] = start(store, (victim, GOOD), timeout=2, timing=HASTY)()
-    assert isinstance(error, AuthenticationError)
-    assert "forged" in str(error)
+    errors = start(store, (victim, GOOD), timeout=2, timing=HASTY)()
+    assert_raised(errors, AuthenticationError, "forged")
 
 
 @pytest.mark.system
@@ -187,7 +183,6 @@ def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
     until(lambda: entries.check(["leader"]))
     entries.set("leader", record(0, 2).dump())
     second = start(store, (record(1, 2), GOOD), timeout=0.3)
-    [error] = first()
-    assert isinstance(error, AuthenticationError)
-    assert "the record of worker worker0 (rank 0) was replaced" in str(error)
+    replaced = "the record of worker worker0 (rank 0) was replaced"
+    assert_raised(first(), AuthenticationError, replaced)
     second()

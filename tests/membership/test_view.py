@@ -81,6 +81,7 @@ def test_routing_ids_are_those_of_members_until_they_are_lost(members: Membershi
 def test_a_worker_that_never_joins(members: Membership) -> None:
     members.introduce(peer_record(4))
     assert members.awaited == {4}
+    assert members.living == [0, 1, 2, 3]
     assert members.member_of(peer_record(4).identity) is None
     members.mark_lost(4)
     assert not members.admit(4)

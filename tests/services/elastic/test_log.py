@@ -195,6 +195,16 @@ def test_ranks_start_over_when_all_were_given(store: dist.Store) -> None:
     assert log_in(store).next_rank() == 6
 
 
+def test_deletion_lags_two_snapshots_behind() -> None:
+    bounds = LogBounds()
+    seen = []
+    for base in (40, 90, 150, 200):
+        seen.append(list(bounds.dead))
+        bounds = bounds.moved(base)
+    assert bounds == LogBounds(4, 90, 150, 200)
+    assert seen == [[], [], list(range(40)), list(range(40, 90))]
+
+
 def test_which_member_writes_a_snapshot_and_when() -> None:
     bounds = LogBounds(1, 0, 0, 100)
     assert [line for line in range(4) if bounds.due(137, 2, line, DEFAULT_LIMITS)] == [0, 1]

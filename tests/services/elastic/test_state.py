@@ -52,6 +52,7 @@ def test_a_rank_is_used_again_but_never_an_old_record(state: MembershipState) ->
     for incarnation, one in enumerate(records):
         member = member_id_of(1, incarnation)
         assert apply(state, join(one)) == [(Verb.JOIN, member, None)]
+        assert apply(state, come_in(one), come_in(one)) == [(Verb.IN, member, None)]
         assert state.member_of(one.token) == member
         assert state.members == {member: replace(one, incarnation=incarnation)}
         for old in records[:incarnation]:
