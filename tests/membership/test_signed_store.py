@@ -17,7 +17,7 @@ from tests.membership.test_rendezvous import record
 from tests.support.stores import RecordingStore
 from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import until
-from zrpc.errors import AuthenticationError
+from zrpc.errors import AuthenticationError, RpcError
 from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.rendezvous import RendezvousTiming, meet
@@ -153,7 +153,7 @@ def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
         store, mine = dist.HashStore(), record(0, 2)
         dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
         told = "worker worker0 (rank 0) and the worker of rank 1 refuse each other"
-        assert_raised(start(store, (mine, None), timing=HASTY)(), AuthenticationError, told, text)
+        assert_raised(start(store, (mine, None), timing=HASTY)(), RpcError, told, text)
 
 
 @pytest.mark.parametrize("key", ["record/{}/1", "roster/{}/0", "roster/{}/1"])
