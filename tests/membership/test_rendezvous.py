@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.records import peer_record
-from tests.support.stores import RecordingStore
+from tests.support.stores import STORES, RecordingStore, opener
 from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import SOON, pending, until
 from zrpc.errors import AuthenticationError, OptionError, RendezvousError
@@ -38,21 +38,13 @@ def record(rank: int, world_size: int, **changes: Any) -> PeerRecord:
     return peer_record(rank, world_size, start=next(_starts), **changes)
 
 
-every_store = pytest.mark.parametrize("connect", ["hash", "file", "tcp"], indirect=True)
+every_store = pytest.mark.parametrize("connect", STORES, indirect=True)
 
 
 @pytest.fixture
-def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
     """Returns a function that gives a worker its own connection to the store."""
-    kind = getattr(request, "param", "hash")
-    if kind == "hash":
-        store = dist.HashStore()
-        yield lambda: store
-    elif kind == "file":
-        yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
-    else:
-        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        yield lambda: dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    return opener(getattr(request, "param", "hash"), tmp_path)
 
 
 def start(
@@ -185,15 +177,6 @@ def test_why_workers_can_not_form_a_mesh_is_told_to_all(connect: Connect) -> Non
         assert_raised(errors, AuthenticationError, "these can't form a mesh")
     errors = start(connect, [record(0, 2), record(1, 2)], check=refuse_options)()
     assert_raised(errors, OptionError)
-
-
-def test_a_worker_that_can_not_listen_is_named(connect: Connect) -> None:
-    other = start(connect, [record(0, 3), record(1, 3)])
-    [own] = start(connect, [record(2, 3)], listen=refuse)()
-    assert isinstance(own, AuthenticationError)
-    told = "expected all workers to publish where they listen, but WorkerInfo(id=2,"
-    why = "on node0 failed: these can't form a mesh"
-    assert_raised(other(), RendezvousError, told, why)
 
 
 def test_a_worker_listens_again_for_a_record_that_was_replaced(connect: Connect) -> None:

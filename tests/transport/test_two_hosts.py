@@ -151,29 +151,32 @@ def test_workers_on_another_host_are_shown_and_told_of_one_that_is_stopped(
 # -- a network between them that is interrupted --------------------------------------------
 
 
-BLACK_HOLE = """
+FILES = """
 import os, time
 import zrpc
 
+def await_file(name):
+    end = time.monotonic() + 60
+    while not os.path.exists(name):
+        assert time.monotonic() < end, name
+        time.sleep(0.01)
+
+"""
+
+BLACK_HOLE = """
 rank = int(os.environ["RANK"])
 zrpc.init_rpc(f"w{rank}", rpc_backend_options=zrpc.ZmqRpcBackendOptions(init_timeout=15))
 assert zrpc.rpc_sync(f"w{1 - rank}", max, (1, 2)) == 2
 open(f"ready{rank}", "w").close()
 if rank == 0:
-    end = time.monotonic() + 30
-    while not os.path.exists("cut"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    await_file("cut")
     assert zrpc.rpc_sync("w1", max, (1, 2)) == 2
     try:
         zrpc.rpc_sync("w1", len, (bytes(100_000),), timeout=12)
     except zrpc.RpcTimeoutError as error:
         print(error)
     open("seen", "w").close()
-end = time.monotonic() + 60
-while not os.path.exists("seen"):
-    assert time.monotonic() < end
-    time.sleep(0.01)
+await_file("seen")
 zrpc.shutdown(graceful=False)
 """
 
@@ -181,7 +184,7 @@ zrpc.shutdown(graceful=False)
 def test_large_packets_that_are_lost_are_reported(
     start_workers: StartWorkers, switch: Switch, tmp_path: Path
 ) -> None:
-    workers = start_workers(BLACK_HOLE, *[{"ZRPC_SECRET": new_secret()}] * 2)
+    workers = start_workers(FILES + BLACK_HOLE, *[{"ZRPC_SECRET": new_secret()}] * 2)
     until(lambda: all((tmp_path / f"ready{rank}").exists() for rank in range(2)), within=SOON)
     switch.set(Way.LARGE_LOST, 0, 1)
     (tmp_path / "cut").touch()
@@ -196,9 +199,6 @@ def test_large_packets_that_are_lost_are_reported(
 # -- a firewall that refuses connections ----------------------------------------------------
 
 ONE_WAY = """
-import os, pathlib, time
-import zrpc
-
 rank = int(os.environ["RANK"])
 options = zrpc.ZmqRpcBackendOptions(init_timeout=15, heartbeat_timeout=2)
 zrpc.init_rpc(f"w{rank}", rpc_backend_options=options)
@@ -207,13 +207,9 @@ try:
 except zrpc.WorkerDied as error:
     print("WorkerDied:", error)
 # Once w1 has left, the reason that w0 finds would be that its process has ended.
-told = pathlib.Path("told")
 if rank == 0:
-    told.touch()
-for _ in range(600):
-    if told.exists():
-        break
-    time.sleep(0.05)
+    open("told", "w").close()
+await_file("told")
 zrpc.shutdown()
 """
 
@@ -223,7 +219,7 @@ def test_a_firewall_that_refuses_all_but_the_port_of_the_master(
 ) -> None:
     """Both are told, with the address, and the shutdown of both ends."""
     switch.set(Way.REFUSED, 1, 0)
-    workers = start_workers(ONE_WAY, *[{"ZRPC_SECRET": new_secret()}] * 2)
+    workers = start_workers(FILES + ONE_WAY, *[{"ZRPC_SECRET": new_secret()}] * 2)
     (code, output), (other_code, other_output) = workers.outcomes()
     assert (code, other_code) == (0, 0), output + other_output
     address = re.search(r"listens on (tcp://\S+)", output)
