@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -80,29 +79,6 @@ def test_concurrent_workers_get_separate_directories(parent: Path) -> None:
     assert all(is_alive(directory.path) for directory in made)
     for directory in made:
         directory.remove()
-
-
-@pytest.mark.system
-def test_directories_of_killed_workers_are_removed(parent: Path) -> None:
-    ready = os.pipe()
-
-    def live() -> None:
-        made = PrivateDirectory()
-        os.write(ready[1], bytes(made.path))
-        signal.alarm(int(SOON))
-        signal.pause()
-
-    child = fork(live)
-    path = Path(os.fsdecode(os.read(ready[0], 200)))
-    assert is_alive(path)
-    os.kill(child, signal.SIGKILL)
-    assert exit_code(child) == -signal.SIGKILL
-    assert path.exists()
-    assert not is_alive(path)
-    PrivateDirectory().remove()
-    assert not path.exists()
-    for descriptor in ready:
-        os.close(descriptor)
 
 
 @pytest.mark.system

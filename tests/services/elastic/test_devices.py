@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import zrpc as rpc
+from tests.services.elastic.conftest import Elastic
 from zrpc.agent.agent import Agent
 from zrpc.testing import fake_device
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.system
 

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import zrpc as rpc
 from tests.services.elastic import calls
+from tests.services.elastic.conftest import Elastic
 from tests.support.programs import Forked
 from tests.support.waiting import until
 from zrpc.agent import peers
@@ -24,9 +24,6 @@ from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing.leaks import Resources
 from zrpc.transport.address import PrivateDirectory, private_directories
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.system
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.services.elastic.calls import PATIENCE, call, entered, finish, slow
+from tests.services.elastic.conftest import Crew, Elastic
 from tests.support.pending import entered_call
 from tests.support.waiting import pending, until
 from zrpc.optim import DistributedOptimizer, clip_grad_norm_
@@ -18,9 +18,6 @@ from zrpc.services.autograd.service import AutogradService
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Crew, Elastic
 
 pytestmark = pytest.mark.system
 

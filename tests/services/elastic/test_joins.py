@@ -8,13 +8,14 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import zrpc as rpc
 from tests.services.elastic.calls import PATIENCE, call
+from tests.services.elastic.conftest import Elastic
 from tests.support.hosts import on_hosts
 from tests.support.stores import RecordingStore
 from tests.support.waiting import until
@@ -26,9 +27,6 @@ from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.view import Membership
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.transport.curve import supports_curve
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.system
 

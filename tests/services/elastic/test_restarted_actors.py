@@ -6,20 +6,18 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import zrpc as rpc
+from tests.services.elastic.conftest import Crew, Elastic
 from tests.support.gates import Gate
 from tests.support.identity import Same
 from tests.support.waiting import SOON, until
 from zrpc.agent.agent import Agent
 from zrpc.agent.stats import take_stats
 from zrpc.services.rref.service import RRefService
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Crew, Elastic
 
 pytestmark = pytest.mark.system
 
