@@ -163,6 +163,18 @@ def test_a_store_of_an_older_torch_listens_on_its_address_only(
     test_the_store_listens_on_its_address_only(free_port, "127.0.0.1")
 
 
+def test_a_port_that_is_in_use_is_named_by_an_older_torch(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def make(*_: Any, master_listen_fd: int, **__: Any) -> Any:
+        os.close(master_listen_fd)  # the store owns it
+        raise RuntimeError("code: -98, name: EADDRINUSE")  # no DistNetworkError, as torch 2.6
+
+    monkeypatch.setattr(zrpc.membership.store, "TCPStore", make)
+    with pytest.raises(RendezvousError, match="found that address in use"):
+        connect_store(f"tcp://127.0.0.1:{free_port}", 0, 2, SOON)
+
+
 @contextlib.contextmanager
 def occupant(serve: Callable[[socket.socket], None]) -> Iterator[int]:
     """Another program at a port: what it does with each connection is a function's choice."""

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -211,15 +211,27 @@ def test_a_parent_that_others_may_write_to_or_that_cannot_be_used_is_refused(
             PrivateDirectory()
 
 
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], str], Path], None]:
+    """Sets what finds the temporary directory, and the directory to use instead."""
+    monkeypatch.delenv("ZRPC_RUNTIME_DIR", raising=False)
+
+    def use(find: Callable[[], str], second: Path) -> None:
+        monkeypatch.setattr(address.tempfile, "gettempdir", find)
+        monkeypatch.setattr(address, "_SECOND_CHOICES", (second,))
+
+    return use
+
+
 def test_an_unsafe_temporary_directory_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
+    use: Callable[[Callable[[], str], Path], None],
+    tmp_path: Path,
 ) -> None:
     volume, other = tmp_path / "volume", tmp_path / "other"
     volume.mkdir()
     other.mkdir()
-    monkeypatch.delenv("ZRPC_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(address.tempfile, "gettempdir", lambda: str(volume))
-    monkeypatch.setattr(address, "_SECOND_CHOICES", (other,))
+    use(lambda: str(volume), other)
     monkeypatch.setattr(address, "_LONGEST_PATH", len(os.fsencode(tmp_path)) + 100)
     key = host_key()
     made = PrivateDirectory()
@@ -236,20 +248,18 @@ def test_an_unsafe_temporary_directory_is_not_used(
 
 
 def test_without_a_temporary_directory_that_can_be_written_to(
-    monkeypatch: pytest.MonkeyPatch,
+    use: Callable[[Callable[[], str], Path], None],
 ) -> None:
     """As in a container whose root file system is read-only."""
 
     def none_usable() -> str:
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
 
-    monkeypatch.delenv("ZRPC_RUNTIME_DIR", raising=False)
-    monkeypatch.setattr(address.tempfile, "gettempdir", none_usable)
-    monkeypatch.setattr(address, "_SECOND_CHOICES", (Path("/missing"),))
+    use(none_usable, Path("/missing"))
     with pytest.raises(RpcError, match=r"found /missing \(No such file.*ZRPC_RUNTIME_DIR"):
         PrivateDirectory()
     with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/dev/shm") as shared_memory:
-        monkeypatch.setattr(address, "_SECOND_CHOICES", (Path(shared_memory),))
+        use(none_usable, Path(shared_memory))
         made = PrivateDirectory()
         assert made.path.parent == Path(shared_memory)
         made.remove()

@@ -7,17 +7,15 @@ import struct
 from typing import Any
 
 import pytest
-import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.transport.numbered import connect, endpoint_of, opened
+from tests.transport.numbered import connect, opened
 from zrpc.errors import ProtocolError
 from zrpc.transport import chunks as chunks_module
 from zrpc.transport.chunks import (
     BEGINS_CHUNK,
     CHUNK_BYTES,
-    MAX_FRAME_BYTES,
     Assembler,
     abort_chunk,
     chunks,
@@ -238,16 +236,3 @@ def test_messages_of_all_sizes_arrive(kind: str) -> None:
             message, sizes = received(networks[to])
             assert message == [b"head", frame, b"", b"between", frame]
             assert max(sizes) <= CHUNK_BYTES or kind != "tcp"
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("no_leaks")
-def test_frames_above_the_limit_are_refused_on_tcp_only() -> None:
-    with opened(1) as [network], zmq.Context() as context:
-        endpoints = [network.listen_tcp("127.0.0.1", None), endpoint_of(network)]
-        for endpoint, arrives in zip(endpoints, [False, True], strict=True):
-            with context.socket(zmq.DEALER) as raw:
-                raw.linger = 0
-                raw.connect(endpoint)
-                raw.send_multipart([b"head", bytes(MAX_FRAME_BYTES + 1)])
-                assert (network.receive(0.3 if not arrives else 5) is not None) is arrives

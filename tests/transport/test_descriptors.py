@@ -138,3 +138,10 @@ def test_if_the_process_may_have_no_more_descriptors_none_is_reported(
     assert list(second.socket.receive(second.endpoints.__getitem__)) == [(0, 3, NO_DESCRIPTOR)]
     first.send(1, 4, b"fits")
     assert second.received() == [(0, 4, b"fits")]
+
+
+def test_a_socket_that_cant_be_bound_is_closed(workers: list[Worker]) -> None:
+    before = descriptors()
+    with pytest.raises(OSError, match="Address already in use"):
+        DescriptorSocket(workers[0].directory)
+    assert descriptors() == before

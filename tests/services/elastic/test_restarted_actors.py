@@ -34,6 +34,9 @@ class Counter:
     def wait(self, gate: Gate) -> None:
         gate.wait_inside()
 
+    def leave(self) -> None:
+        rpc.RRef(self).stop()
+
 
 def make(agent: Agent, *args: Any, cls: Any = Counter, **more: Any) -> Any:
     with agent.as_current():
@@ -175,21 +178,15 @@ def test_one_that_is_stopped_is_not_made_again(workers: Crew, stopper: int, betw
     make(workers[2], 5, name="steps")
 
 
-@rpc.actor(restart=True)
-class Leaving(Counter):
-    def leave(self) -> None:
-        rpc.RRef(self).stop()
-
-
 def test_one_that_stops_itself_is_not_made_again(workers: Crew) -> None:
-    leaving = make(workers[0], cls=Leaving, name="steps")
+    leaving = make(workers[0], name="steps")
     leaving.rpc_sync().leave()
     leaving.stop()  # waits for the end
     with workers[2].as_current(), pytest.raises(rpc.RpcTimeoutError):
         rpc.get_actor("steps", 0.1)
     until(lambda: "forget" in take_stats(workers[0]).handlers, "the maker has been told")
     workers.revive()
-    assert "the actor Leaving 'steps' on w1 is lost" in refusal(leaving, rpc.OwnerDied)
+    assert "the actor Counter 'steps' on w1 is lost" in refusal(leaving, rpc.OwnerDied)
 
 
 @pytest.mark.parametrize("looks_late", [False, True])
