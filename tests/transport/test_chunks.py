@@ -104,30 +104,6 @@ def test_an_incomplete_message_is_reported_once() -> None:
         assert not assembler.unfinished
 
 
-@pytest.mark.system
-@anything
-@given(st.permutations(range(5)), st.permutations(range(5)), st.randoms())
-@pytest.mark.usefixtures("small_chunks")
-def test_in_any_order_each_message_arrives_or_is_reported_once(
-    one: list[int], other: list[int], random: Any
-) -> None:
-    """The chunks of two connections of one sender, an old and a new one, arrive interleaved."""
-    assembler = Receiver()
-    messages = {b"one": one, b"other": other}
-    left = {
-        head: [sent(number, [head, bytes(5 * SMALL - len(head))])[i] for i in order]
-        for number, (head, order) in enumerate(messages.items())
-    }
-    arrived = []
-    while any(left.values()):
-        head = random.choice([head for head, rest in left.items() if rest])
-        message = add_all(assembler, "w0", [left[head].pop(0)])[0]
-        if message is not None:
-            arrived.append(as_bytes(message)[0])
-    assembler.break_off("w0")
-    assert sorted(arrived + [head for _, head in assembler.lost]) == [b"one", b"other"]
-
-
 @pytest.mark.usefixtures("small_chunks")
 def test_a_sender_can_abort_a_message() -> None:
     assembler = Receiver()
