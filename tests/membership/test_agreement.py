@@ -254,7 +254,7 @@ def worlds(draw: st.DrawFn) -> World:
     return World(count, draw(st.lists(cuts, max_size=8)), crashes, draw(st.integers(0, 999)))
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(worlds())
 def test_all_that_reach_each_other_agree_in_the_end(world: World) -> None:
     end = 80

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -59,16 +60,22 @@ def values(variables: dict[str, str]) -> dict[str, str]:
     return {name: setting.value for name, setting in find_settings(variables).items()}
 
 
-def all_of(*texts: str) -> dict[str, str]:
-    return dict(zip(SETTINGS, texts, strict=True))
-
-
-def test_torchs_variables() -> None:
-    assert values(TORCH) == all_of("5", "8", "1", "10.0.0.1", "29400")
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (TORCH, ("5", "8", "1", "10.0.0.1", "29400")),
+        (SLURM, ("2", "4", "1", "n1", str(20000 + 3 * 97))),
+        (PMI, ("1", "2", "1", "127.0.0.1", None)),
+        (KUBERNETES, ("12", "16", None, "train-0.mesh.default.svc.cluster.local", "29500")),
+    ],
+    ids=["torchrun", "Slurm", "PMI", "an indexed job of Kubernetes"],
+)
+def test_the_place_of_a_worker(variables: dict[str, str], expected: tuple[str | None, ...]) -> None:
+    found = values(variables)
+    assert tuple(map(found.get, SETTINGS)) == expected
 
 
 def test_a_step_of_slurm() -> None:
-    assert values(SLURM) == all_of("2", "4", "1", "n1", str(20000 + 3 * 97))
     sources = {name: setting.source for name, setting in find_settings(SLURM).items()}
     assert sources["rank"] == "SLURM_PROCID"
     assert sources["master_port"] == "SLURM_JOB_ID and SLURM_STEP_ID"
@@ -83,7 +90,7 @@ def test_a_batch_script_is_not_a_worker() -> None:
 
 def test_processes_of_mpirun() -> None:
     found = values(OPEN_MPI)
-    assert found == all_of("3", "4", "3", "127.0.0.1", found["master_port"])
+    assert tuple(map(found.get, SETTINGS[:4])) == ("3", "4", "3", "127.0.0.1")
     other = {**OPEN_MPI, "PMIX_NAMESPACE": "prterun-vm-77@1"}
     assert values(other)["master_port"] != found["master_port"]
     # On several hosts it does not say where rank 0 is.
@@ -100,25 +107,13 @@ def test_mpirun_in_a_job_of_slurm() -> None:
     assert (here["rank"], here["world_size"], here["master_addr"]) == ("3", "4", "n1")
 
 
-def test_pmi() -> None:
-    found = {"rank": "1", "world_size": "2", "local_rank": "1", "master_addr": "127.0.0.1"}
-    assert values(PMI) == found
-
-
 def test_a_step_of_slurm_with_pmi_is_slurms() -> None:
     assert values({**SLURM, "PMI_RANK": "2", "PMI_SIZE": "4"}) == values(SLURM)
     # But mpiexec starts a daemon on each host, and inherits what is the daemon's.
     assert values({**SLURM, "PMI_RANK": "7", "PMI_SIZE": "16"})["rank"] == "7"
 
 
-def test_a_pod_of_an_indexed_job() -> None:
-    host = "train-0.mesh.default.svc.cluster.local"
-    assert values(KUBERNETES) == {
-        "rank": "12",
-        "world_size": "16",
-        "master_addr": host,
-        "master_port": "29500",
-    }
+def test_a_pod_whose_full_name_is_not_that_of_its_index_names_no_master() -> None:
     for name in ("train-12", "train-13.mesh", "12.mesh", "trainer"):
         assert "master_addr" not in values({**KUBERNETES, FULL_HOST_NAME: name})
 
@@ -187,9 +182,3 @@ def test_lists_of_hosts_as_slurm_writes_them() -> None:
         assert first_host(text) == host
     for text in ("", ",n1", "n[", "n[]", "n[1-", "n[a]", "n[1-2]]", "(null)"):
         assert first_host(text) is None
-
-
-@given(st.text(alphabet="n1[],- x\n", max_size=12))
-def test_any_text_gives_a_host_name_or_nothing(text: str) -> None:
-    host = first_host(text)
-    assert host is None or (host and not set(host) & set("[], \n"))

@@ -21,7 +21,7 @@ import zrpc.bootstrap
 import zrpc.membership.endpoints
 from tests.support.listeners import listeners
 from tests.support.records import peer_record
-from tests.support.threads import start_all
+from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import SOON
 from zrpc.bootstrap import join_mesh
 from zrpc.errors import AuthenticationError, OptionError, RpcError
@@ -74,13 +74,6 @@ def talk(agents: Sequence[Any]) -> None:
         assert zrpc.rpc_sync(0, max, (1, 2)) == 2
 
 
-def refuses(outcomes: Sequence[Any], kind: type[Exception], *texts: str) -> None:
-    """Checks that all workers have the same kind of error, with these texts."""
-    for error in outcomes:
-        assert isinstance(error, kind), error
-        assert [text for text in texts if text not in str(error)] == []
-
-
 # -- one host ------------------------------------------------------------------------------
 
 
@@ -95,13 +88,13 @@ def test_one_host_needs_no_secret_and_no_port_unless_they_are_required() -> None
         assert listeners() == before
     with started({"security": "required"}, {"security": "required"}, secret=None) as outcomes:
         text = "security='required' needs a cluster secret: make a file"
-        refuses(outcomes, AuthenticationError, text)
+        assert_raised(outcomes, AuthenticationError, text)
     with started({"security": "required"}, {"security": "auto"}) as agents:
         talk(agents)
     for security in ("auto", "required"):
         options = {"transport": "tcp", "security": security}
         with started(options, options, secret=None) as outcomes:
-            refuses(outcomes, AuthenticationError, "zrpc secret")
+            assert_raised(outcomes, AuthenticationError, "zrpc secret")
 
 
 def test_tcp_on_one_host_listens_on_loopback_only(
@@ -124,7 +117,7 @@ def test_all_workers_must_agree_on_security_none() -> None:
     with started({"transport": "tcp", "security": "none"}, {"transport": "tcp"}) as outcomes:
         text = "WorkerInfo(id=0, name=w0) talks in the clear"
         other = "but WorkerInfo(id=1, name=w1) does not"
-        refuses(outcomes, AuthenticationError, text, other)
+        assert_raised(outcomes, AuthenticationError, text, other)
 
 
 def test_an_unknown_security() -> None:
@@ -137,7 +130,7 @@ def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
     with started({"security": "none"}, {"security": "none"}) as agents:
         talk(agents)
     with started({"security": "auto"}, {"security": "required"}) as outcomes:
-        refuses(outcomes, AuthenticationError, "install pyzmq from its wheels")
+        assert_raised(outcomes, AuthenticationError, "install pyzmq from its wheels")
 
 
 # -- several hosts -------------------------------------------------------------------------
@@ -147,15 +140,17 @@ def test_a_libzmq_that_cannot_encrypt(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_several_hosts_get_instructions_if_they_do_not_reach_each_other() -> None:
     with started({}, {}, secret=None) as outcomes:
         advice = "make a file with `zrpc secret FILE`, copy it to each host"
-        refuses(outcomes, AuthenticationError, "they are on 2 hosts", advice, "ZRPC_SECRET_FILE")
+        assert_raised(
+            outcomes, AuthenticationError, "they are on 2 hosts", advice, "ZRPC_SECRET_FILE"
+        )
     with started({}, {}) as outcomes:
-        refuses(outcomes, RpcError, "listens on tcp://127.0.0.1:", "set ZRPC_IFACE there")
+        assert_raised(outcomes, RpcError, "listens on tcp://127.0.0.1:", "set ZRPC_IFACE there")
     # All learn at once why one of them does not listen.
     text = "transport='ipc' needs all workers on one"
     with started({"init_timeout": 100.0}, {"transport": "ipc"}) as outcomes:
         assert text in str(outcomes[1])
         told = "publish where they listen, but WorkerInfo(id=1, name=w1) on"
-        refuses(outcomes[:1], RpcError, told, f"failed: {text}")
+        assert_raised(outcomes[:1], RpcError, told, f"failed: {text}")
 
 
 # -- interfaces ----------------------------------------------------------------------------
@@ -170,7 +165,7 @@ def test_an_interface_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         for interface in interfaces:
             monkeypatch.setenv("ZRPC_IFACE", interface)
             with started({"transport": "tcp"}, {"transport": "tcp"}) as outcomes:
-                refuses(outcomes, RpcError, *(text.format(interface) for text in texts))
+                assert_raised(outcomes, RpcError, *(text.format(interface) for text in texts))
 
 
 # -- ports ---------------------------------------------------------------------------------
@@ -216,7 +211,7 @@ def test_a_range_with_too_few_free_ports(neighbours: tuple[int, list[socket.sock
     options = {"transport": "tcp", "port_range": f"{first}-{first + 2}", "init_timeout": 100.0}
     with started(options, options) as outcomes:
         advice = "use: give port_range or ZRPC_PORT_RANGE more"
-        refuses(outcomes, RpcError, full.format(first + 2, 3), advice)
+        assert_raised(outcomes, RpcError, full.format(first + 2, 3), advice)
     listening[0].close()
     options["port_range"] = str(first)
     with started(options, options) as outcomes:
@@ -234,7 +229,7 @@ def test_a_malformed_range_in_the_environment_is_an_error_without_tcp_too(
         with started({}) as outcomes:
             told = "ZRPC_PORT_RANGE must be the first and the last TCP port"
             example = f"such as '20000-20100', from 1 to 65535, but got {text!r}"
-            refuses(outcomes, OptionError, told, example)
+            assert_raised(outcomes, OptionError, told, example)
 
 
 def test_a_worker_listens_once_though_a_record_is_replaced() -> None:
@@ -280,4 +275,4 @@ def test_more_workers_on_a_host_than_descriptors_are_refused_with_the_number(
     monkeypatch.setattr(os, "listdir", lambda _: ["0"] * 250)
     with started({}, {}) as outcomes:
         text = "1 other worker(s) on its host, found 256: raise it with `ulimit -n`"
-        refuses(outcomes, RpcError, "expected a limit of 296 file descriptors or more", text)
+        assert_raised(outcomes, RpcError, "expected a limit of 296 file descriptors or more", text)

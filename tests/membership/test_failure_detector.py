@@ -122,16 +122,6 @@ def test_an_exit_is_believed_at_the_second_check(detector: FailureDetector) -> N
     assert detector.tick(7.3) == []
 
 
-def test_a_peer_that_has_left_is_lost_once(detector: FailureDetector) -> None:
-    detector.heard(1, 1.0)
-    assert detector.declare_lost(1, Reason.LEFT, 2.0) == Loss(1, Reason.LEFT, 2.0, 1.0)
-    assert detector.declare_lost(1, Reason.LEFT, 3.0) is None
-    detector.checked(1, False, 0.0)
-    detector.checked(1, False, 0.0)
-    assert detector.tick(4.0) == []
-    assert detector.monitors(1)  # so that it is not monitored again
-
-
 def test_suspected_peers_are_checked_each_time_and_others_in_rotation(
     detector: FailureDetector,
 ) -> None:

@@ -34,26 +34,6 @@ def hooks() -> LateHooks:
     return LateHooks()
 
 
-def test_each_hook_is_called_once_for_each_worker_in_order(hooks: LateHooks) -> None:
-    hooks.notify(ONE)  # before
-    for name in "ab":
-        hooks.add(lambda info, name=name: hooks.seen.append((name, info.id)))
-    hooks.notify(OTHER)  # and after
-    assert hooks.seen == []  # not in the thread that notifies
-    assert hooks.run() == [("a", 1), ("b", 1), ("a", 2), ("b", 2)]
-
-
-def test_a_hook_that_is_removed_is_not_called(hooks: LateHooks) -> None:
-    handle = hooks.add(hooks.seen.append)
-    with hooks.add(hooks.seen.append):  # as torch's handles do
-        pass
-    hooks.notify(ONE)
-    handle.remove()
-    handle.remove()
-    hooks.notify(OTHER)
-    assert hooks.run() == []
-
-
 def test_a_hook_that_fails_is_logged_and_others_are_called(
     hooks: LateHooks, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -15,26 +15,18 @@ from hypothesis import strategies as st
 
 from tests.membership.test_rendezvous import record
 from tests.support.stores import RecordingStore
-from tests.support.threads import start_all
+from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import until
-from zrpc.errors import AuthenticationError
+from zrpc.errors import AuthenticationError, RpcError
 from zrpc.membership.attendance import Arrival
 from zrpc.membership.peer_record import PeerRecord
-from zrpc.membership.rendezvous import RendezvousTiming, StoreLost, meet
+from zrpc.membership.rendezvous import RendezvousTiming, meet
 from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.signed_store import SignedStore
 
 SOON = 10.0
 HASTY = RendezvousTiming(failure_read_seconds=0.1)
 GOOD, BAD = ClusterSecret("good" * 16), ClusterSecret("evil" * 16)
-
-
-def test_a_value_is_read_as_it_was_written() -> None:
-    for secret in (None, GOOD):
-        entries = SignedStore(dist.HashStore(), secret)
-        for value in ("", "value", "wörd and space", "x" * 10_000):
-            entries.set("key", value)
-            assert entries.get("key") == value
 
 
 def test_another_secret_or_the_place_of_another_entry() -> None:
@@ -70,30 +62,20 @@ def test_other_bytes_are_refused(data: bytes, signed: bool) -> None:
 
 # -- peer records ---------------------------------------------------------------------------------
 
-values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
-
-
-@pytest.mark.system
-@given(values | st.dictionaries(st.sampled_from(list(PeerRecord.__slots__)), values))
-def test_json_that_is_not_a_peer_record(value: Any) -> None:
-    with pytest.raises(ValueError, match="record"):
-        PeerRecord.parse(json.dumps(value))
-
 
 def test_a_peer_record_is_read_as_it_was_written() -> None:
     mine = record(0, 1)
     assert PeerRecord.parse(mine.dump()) == mine
     values = json.loads(mine.dump())
     for name, value in (
-        *(("rank", "0"), ("rank", True), ("token", "z" * 32), ("token", "")),
-        *(("name", "not a name"), ("ipc", 1), ("more", 1)),
+        *(("rank", "0"), ("rank", True), ("token", "z" * 32), ("token", ""), ("name", None)),
+        *(("name", "not a name"), ("ipc", 1), ("more", 1), ("public_key", []), ("restarts", {})),
     ):
         with pytest.raises(ValueError, match="record"):
             PeerRecord.parse(json.dumps({**values, name: value}))
+    for value in (None, True, 7, "text", [], [values], {}):
+        with pytest.raises(ValueError, match="record"):
+            PeerRecord.parse(json.dumps(value))
 
 
 # -- the rendezvous ------------------------------------------------------------------------
@@ -134,22 +116,7 @@ def test_both_report_different_secrets_if_one_hosts_the_store_and_exits() -> Non
     second = start(client, (record(1, 2), BAD))
     [first] = start(host, (record(0, 2), GOOD))()
     del host
-    for error in (first, *second()):
-        assert isinstance(error, AuthenticationError), error
-
-
-def test_a_host_that_exits_before_it_has_refused_a_worker_may_be_that_of_an_earlier_mesh() -> None:
-    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
-    theirs = record(0, 2)
-    outcome = start(client, (record(1, 2), BAD))
-    entries = SignedStore(host, GOOD)
-    entries.set("leader", theirs.dump())
-    entries.get_raw(f"record/{theirs.token}/1")  # waits for it
-    del host, entries
-    [error] = outcome()
-    assert type(error) is StoreLost, error
-    assert "is signed with another cluster secret" in str(error)
+    assert_raised([first, *second()], AuthenticationError)
 
 
 def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> None:
@@ -164,19 +131,15 @@ def test_a_strangers_record_is_waited_out(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("secret", [None, GOOD])
-def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout(
-    secret: ClusterSecret | None,
-) -> None:
-    for entry in (
-        *(b"", b"{}", b"- {}", b"- null", b"- \xff", b"- " + b"[" * 60_000, b"x" * 1_000_000),
-        b"0" * 64 + b' {"token": "' + b"0" * 32 + b'"}',
+def test_garbage_in_place_of_a_peer_record_is_reported_at_the_timeout() -> None:
+    for secret, entry in (
+        *((None, b"- {}"), (None, b"- \xff"), (None, b"- " + b"[" * 60_000)),
+        *((GOOD, b""), (GOOD, b"x" * 1_000_000), (GOOD, b"0" * 64 + b" {}")),
     ):
         store = dist.HashStore()
         dist.PrefixStore("zrpc", store).set("leader", entry)
-        [error] = start(store, (record(1, 2), secret), timeout=0.1)()
-        assert isinstance(error, AuthenticationError)
-        assert "what claims to be rank 0 was refused: " in str(error)
+        errors = start(store, (record(1, 2), secret), timeout=0.1)()
+        assert_raised(errors, AuthenticationError, "what claims to be rank 0 was refused: ")
 
 
 def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
@@ -189,9 +152,8 @@ def test_what_is_written_in_the_place_of_a_record_is_refused_at_once() -> None:
     ):
         store, mine = dist.HashStore(), record(0, 2)
         dist.PrefixStore("zrpc", store).set(f"record/{mine.token}/1", entry)
-        [error] = start(store, (mine, None), timing=HASTY)()
-        assert "worker worker0 (rank 0) and the worker of rank 1 refuse each other" in str(error)
-        assert text in str(error)
+        told = "worker worker0 (rank 0) and the worker of rank 1 refuse each other"
+        assert_raised(start(store, (mine, None), timing=HASTY)(), RpcError, told, text)
 
 
 @pytest.mark.parametrize("key", ["record/{}/1", "roster/{}/0", "roster/{}/1"])
@@ -209,9 +171,8 @@ def test_a_replayed_entry_is_refused(key: str) -> None:
         entries.set("leader", host.dump())
         roster = json.dumps(["roster", host.dump(), other.dump()])
         entries.claim(f"roster/{host.token}/0", roster)
-    [error] = start(store, (victim, GOOD), timeout=2, timing=HASTY)()
-    assert isinstance(error, AuthenticationError)
-    assert "forged" in str(error)
+    errors = start(store, (victim, GOOD), timeout=2, timing=HASTY)()
+    assert_raised(errors, AuthenticationError, "forged")
 
 
 @pytest.mark.system
@@ -222,7 +183,6 @@ def test_a_peer_record_that_a_stranger_replaced_is_detected() -> None:
     until(lambda: entries.check(["leader"]))
     entries.set("leader", record(0, 2).dump())
     second = start(store, (record(1, 2), GOOD), timeout=0.3)
-    [error] = first()
-    assert isinstance(error, AuthenticationError)
-    assert "the record of worker worker0 (rank 0) was replaced" in str(error)
+    replaced = "the record of worker worker0 (rank 0) was replaced"
+    assert_raised(first(), AuthenticationError, replaced)
     second()

@@ -1,11 +1,26 @@
-"""A store that remembers what is asked of it."""
+"""Stores of each kind, and one that remembers what is asked of it."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+
+STORES = "hash", "file", "tcp"
+
+
+def opener(kind: str, directory: Path) -> Callable[[], dist.Store]:
+    """Returns a function that opens a store of one kind, like one more process each time."""
+    if kind == "tcp":
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return lambda: dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    if kind == "file":
+        return lambda: dist.FileStore(str(directory / "store"), -1)
+    store = dist.HashStore()
+    return lambda: store
 
 
 class RecordingStore(dist.Store):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 # A thread's stack in bytes: more than there are addresses.
@@ -19,6 +19,13 @@ def no_more_threads() -> Iterator[None]:
         yield
     finally:
         threading.stack_size(before)
+
+
+def assert_raised(outcomes: Iterable[Any], kind: type[BaseException], *texts: str) -> None:
+    """Checks that all calls have raised the same kind of error, with these texts."""
+    for error in outcomes:
+        assert isinstance(error, kind), error
+        assert [text for text in texts if text not in str(error)] == [], error
 
 
 def start_all(calls: Sequence[Callable[[], Any]], seconds: float) -> Callable[[], list[Any]]:

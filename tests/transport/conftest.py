@@ -3,46 +3,44 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from tests.partitions.network import Switch, address_of, connected
 from tests.support.programs import Forked
-from tests.transport.numbered import endpoint_of
-from tests.transport.two_hosts import (
-    ADDRESSES,
-    ENTER,
-    SOON,
-    Host,
-    connect_by_veth,
-    namespaces,
-)
+from tests.transport.numbered import connect, opened
+from tests.transport.two_hosts import ENTER, SOON, Host
 from zrpc.cli import main
 from zrpc.transport.network import Network
 
+PORT = 29_400  # of the master: all are free in a new namespace
+
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
-    with namespaces() as names:
-        connect_by_veth(names)
-        yield [Host(name, tmp_path_factory.mktemp("host")) for name in names]
+def connected_hosts(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[list[Host], Switch]]:
+    with connected(2, PORT) as (names, switch):
+        yield [Host(name, tmp_path_factory.mktemp("host")) for name in names], switch
 
 
 @pytest.fixture
-def free_port() -> int:
-    # The namespaces are new, so all ports are free. A random one keeps tests apart.
-    return 20_000 + int.from_bytes(os.urandom(2), "little") % 10_000
+def switch(connected_hosts: tuple[list[Host], Switch]) -> Iterator[Switch]:
+    """The switch between the hosts, which lets all packets arrive at first."""
+    switch = connected_hosts[1]
+    yield switch
+    switch.mend()
 
 
 class Workers:
     """A program that runs on each host."""
 
-    def __init__(self, hosts: list[Host], directory: Path, port: int) -> None:
-        self._hosts = hosts
+    def __init__(self, hosts: list[Host], directory: Path) -> None:
+        self._hosts = hosts  # of each, by rank
         self._directory = directory
-        self._port = port
         self._forked = Forked()
         self.pids: list[int] = []
 
@@ -57,8 +55,8 @@ class Workers:
             **inherited,
             "RANK": str(rank),
             "WORLD_SIZE": "2",
-            "MASTER_ADDR": ADDRESSES[0],
-            "MASTER_PORT": str(self._port),
+            "MASTER_ADDR": address_of(0),
+            "MASTER_PORT": str(PORT),
             "NAMESPACE": self._hosts[rank].namespace,
             "ZRPC_RUNTIME_DIR": str(self._hosts[rank].runtime),
             **variables,
@@ -85,12 +83,14 @@ class Workers:
 
 
 @pytest.fixture
-def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Workers]]:
-    """Starts workers on hosts; kills those that still run after the test."""
+def start_workers(
+    connected_hosts: tuple[list[Host], Switch], tmp_path: Path
+) -> Iterator[Callable[..., Workers]]:
+    """Starts a worker on each of these hosts; kills those that still run after the test."""
     started: list[Workers] = []
 
-    def start(hosts: list[Host], program: str, *variables: dict[str, str]) -> Workers:
-        workers = Workers(hosts, tmp_path, free_port)
+    def start(program: str, *variables: dict[str, str], on: Sequence[int] = (0, 1)) -> Workers:
+        workers = Workers([connected_hosts[0][host] for host in on], tmp_path)
         started.append(workers)
         workers.start(program, *variables)
         return workers
@@ -103,9 +103,6 @@ def start_workers(tmp_path: Path, free_port: int) -> Iterator[Callable[..., Work
 @pytest.fixture
 def networks(no_leaks: None) -> Iterator[list[Network]]:
     """Yields three networks that know each other."""
-    networks = [Network(f"z{rank}".encode(), rank, 3, ipc=True) for rank in range(3)]
-    for network in networks:
-        network.connect([endpoint_of(each) for each in networks])
-    yield networks
-    for network in networks:
-        network.close(0, ())
+    with opened(3) as networks:
+        connect(networks)
+        yield networks

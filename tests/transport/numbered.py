@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from tests.support.waiting import SOON, until
@@ -23,6 +24,27 @@ def received(network: Network) -> tuple[bytes, bytes, list[bytes]]:
 
 def endpoint_of(network: Network) -> str:
     return f"ipc://{network.directory.socket_path}"
+
+
+@contextlib.contextmanager
+def opened(count: int = 2, ipc: bool = True) -> Iterator[list[Network]]:
+    """Yields networks that don't know each other, and closes them."""
+    networks = [Network(b"z%d" % rank, rank, count, ipc) for rank in range(count)]
+    try:
+        yield networks
+    finally:
+        for network in networks:
+            network.close(0, ())
+
+
+def connect(networks: Sequence[Network], interface: str = "") -> None:
+    """Connects all with each other, by ipc if no interface is named."""
+    if interface:
+        endpoints = [network.listen_tcp(interface, None) for network in networks]
+    else:
+        endpoints = [endpoint_of(network) for network in networks]
+    for network in networks:
+        network.connect(endpoints)
 
 
 def numbers_of(network: Network, count: int) -> list[int]:

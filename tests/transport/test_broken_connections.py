@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import itertools
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,15 @@ import zmq
 
 import zrpc
 from tests.support.observed import ask_often
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.transport.breaking_relay import BreakingRelay
-from tests.transport.numbered import received
+from tests.transport.numbered import opened, received
 from zrpc.agent.agent import Agent
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
 from zrpc.transport.chunks import CHUNK_BYTES
-from zrpc.transport.network import BULK_BYTES, Network
+from zrpc.transport.network import BULK_BYTES
 
 SMALL = BULK_BYTES // 4
 LARGE = 16 * CHUNK_BYTES
@@ -62,15 +63,25 @@ def counts_agree(mesh: Mesh) -> bool:
 
 
 @pytest.mark.system
-def test_a_break_within_a_message_in_chunks(mesh: Mesh, relay: BreakingRelay) -> None:
-    """The error comes at once, and says whether the function ran. The next call works."""
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["within", "at the end"])
+def test_a_break_within_a_message_in_chunks(
+    mesh: Mesh, relay: BreakingRelay, at_the_end: bool
+) -> None:
+    """The error comes at once, and says whether the function ran. The next call works.
+
+    If nothing follows on that connection, a question about the call reveals the loss.
+    """
+    size, good = LARGE, LARGE // 3
+    if at_the_end:
+        ask_often(mesh)
+        size, good = 3 * CHUNK_BYTES - 1000, 2 * CHUNK_BYTES + CHUNK_BYTES // 2
     which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
     with mesh.agent(0).as_current():
         assert zrpc.rpc_sync(1, echo, (b"x" * BULK_BYTES,)) == b"x" * BULK_BYTES
-        relay.break_after(LARGE // 3)
+        relay.break_after(good)
         text = f"broke in the midst of a large {which}.*{hint}"
         with pytest.raises(zrpc.RpcError, match=text) as info:
-            zrpc.rpc_sync(1, echo, (bytes(LARGE),), timeout=0)
+            zrpc.rpc_sync(1, echo, (bytes(size),), timeout=0)
         assert info.value.executed is (which == "answer")
         assert relay.broken.is_set()
         assert not mesh.agent(1 - relay.sender).dispatcher.unfinished
@@ -113,15 +124,9 @@ def test_a_large_message_that_is_sent_in_part(
         assert zrpc.rpc_sync(1, echo, (b"y" * LARGE,)) == b"y" * LARGE
 
 
-@pytest.fixture
-def often(mesh: Mesh) -> None:
-    """Makes loss detection ask callees soon and often."""
-    ask_often(mesh)
-
-
 @pytest.mark.system
-@pytest.mark.usefixtures("often")
 def test_a_break_within_a_small_message(mesh: Mesh, relay: BreakingRelay) -> None:
+    ask_often(mesh)
     with mesh.agent(0).as_current():
         assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
         # Far more than the questions of loss detection, which are sent here too.
@@ -130,22 +135,6 @@ def test_a_break_within_a_small_message(mesh: Mesh, relay: BreakingRelay) -> Non
             zrpc.rpc_sync(1, echo, (bytes(SMALL),), timeout=0)
         assert relay.broken.is_set()
         assert zrpc.rpc_sync(1, echo, (b"x",)) == b"x"
-    until(lambda: counts_agree(mesh))
-
-
-@pytest.mark.system
-@pytest.mark.usefixtures("often")
-def test_the_end_of_a_message_is_lost_and_nothing_follows(mesh: Mesh, relay: BreakingRelay) -> None:
-    """The next message on that connection reveals the loss, if only a question."""
-    receiver = mesh.agent(1 - relay.sender)
-    which, hint = ("call", "has not run") if relay.sender == 0 else ("answer", "has run")
-    with mesh.agent(0).as_current():
-        assert zrpc.rpc_sync(1, echo, (b"x" * BULK_BYTES,)) == b"x" * BULK_BYTES
-        relay.break_after(2 * CHUNK_BYTES + CHUNK_BYTES // 2)
-        with pytest.raises(zrpc.RpcError, match=f"midst of a large {which}.*{hint}"):
-            zrpc.rpc_sync(1, echo, (bytes(3 * CHUNK_BYTES - 1000),), timeout=0)
-        assert relay.broken.is_set()
-        assert not receiver.dispatcher.unfinished
     until(lambda: counts_agree(mesh))
 
 
@@ -179,8 +168,7 @@ def test_a_lost_call_keeps_no_reference(mesh: Mesh, relay: BreakingRelay) -> Non
 
 def test_messages_received_before_a_break_are_read_after_it() -> None:
     """ZeroMQ renames a connection when its peer has opened the next one."""
-    networks = [Network(b"z%d" % rank, rank, 2, True) for rank in range(2)]
-    try:
+    with opened() as networks:
         endpoint = networks[1].listen_tcp("127.0.0.1", None)
         with BreakingRelay(endpoint) as relay:
             networks[0].connect([endpoint, relay.endpoint])
@@ -200,9 +188,6 @@ def test_messages_received_before_a_break_are_read_after_it() -> None:
                 until(lambda passed=passed: len(relay.heard) > passed + 9 * 11 + 64)
                 arrived += [received(networks[1]) for _ in range(8)]
                 assert sorted(arrived) == [(b"z0", first, [b"more"]) for first in sent]
-    finally:
-        for network in networks:
-            network.close(0, ())
 
 
 @pytest.mark.system
@@ -242,23 +227,18 @@ def call_until(
 
 
 @pytest.mark.system
-@pytest.mark.usefixtures("often")
 def test_connections_that_break_again_and_again(mesh: Mesh) -> None:
     """No call waits forever, and its error says correctly whether the function ran."""
+    ask_often(mesh)
     _ran.clear()
     source, numbers, said, end = random.Random(7), itertools.count(), [], time.monotonic() + 1.5
     with BreakingRelay.before(mesh, 0, 1) as there, BreakingRelay.before(mesh, 1, 0) as back:
-        arguments = (mesh.agent(0), end, numbers, said)
-        threads = [threading.Thread(target=call_until, args=arguments) for _ in range(4)]
-        for thread in threads:
-            thread.start()
+        finish = start_all([partial(call_until, mesh.agent(0), end, numbers, said)] * 4, 2 * SOON)
         while time.monotonic() < end:
             relay = source.choice([there, back])
             relay.break_after(source.choice([1, 100, 3000, BULK_BYTES, CHUNK_BYTES]))
             relay.broken.wait(0.3)
-        for thread in threads:
-            thread.join(2 * SOON)
-            assert not thread.is_alive()
+        assert finish() == [None] * 4
         mesh.shutdown()
     assert said
     for number, text in said:

@@ -14,6 +14,7 @@ import zmq
 
 from tests.support.waiting import SOON, until
 from tests.transport.breaking_relay import BreakingRelay
+from tests.transport.numbered import opened
 from zrpc.transport import curve as curve_module
 from zrpc.transport.chunks import MAX_FRAME_BYTES
 from zrpc.transport.curve import Curve, KeyPair, PeerKey
@@ -237,27 +238,10 @@ def test_a_member_cannot_answer_heartbeats_as_another(meeting: Meeting) -> None:
     assert sorted(found) == [(1, b"true"), (2, b"true")]
 
 
-def test_nobody_is_admitted_without_an_authenticator(context: zmq.Context[Any]) -> None:
-    keys = [KeyPair.new() for _ in range(2)]
-    curves = [curve_of(k, keys) for k in keys]
-    with context.socket(zmq.ROUTER) as inbox, context.socket(zmq.DEALER) as mailbox:
-        inbox.linger = mailbox.linger = 0
-        curves[0].guard_inbox(inbox)
-        port = inbox.bind_to_random_port("tcp://127.0.0.1")
-        curves[1].guard_mailbox(mailbox, 0)
-        mailbox.connect(f"tcp://127.0.0.1:{port}")
-        mailbox.send(b"a member's message")
-        assert not inbox.poll(int(QUIET * 1000))
-        curves[0].open(context)
-        assert inbox.poll(int(SOON * 1000))  # it retries, and is admitted
-        curves[0].close()
-
-
 @pytest.mark.system
 def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
     keys = [KeyPair.new() for _ in range(2)]
-    curves = [Curve(keys[0]), curve_of(keys[1], keys)]
-    curves[0].open(context)
+    curves = [curve_of(key, keys) for key in keys]
 
     def reaches(port: int, within: float) -> bool:
         with context.socket(zmq.DEALER) as mailbox:
@@ -278,8 +262,8 @@ def test_keys_can_be_admitted_and_dismissed(context: zmq.Context[Any]) -> None:
         inbox.linger = 0
         curves[0].guard_inbox(inbox)
         port = inbox.bind_to_random_port("tcp://127.0.0.1")
-        assert not reaches(port, QUIET)
-        curves[0].admit(1, peer_keys(keys)[1])
+        assert not reaches(port, QUIET)  # nobody is admitted without an authenticator
+        curves[0].open(context)
         assert reaches(port, SOON)
         curves[0].admit(1, PeerKey(KeyPair.new().public, peer_keys(keys)[1].identity))
         assert not reaches(port, QUIET)  # another key takes the place of a peer's
@@ -354,9 +338,8 @@ def test_a_frame_above_the_limit_closes_the_connection_at_once(guarded: Meeting)
 def test_an_eavesdropper_reads_nothing(in_the_clear: bool) -> None:
     keys = [KeyPair.new() for _ in range(2)]
     curves = [None if in_the_clear else curve_of(k, keys) for k in keys]
-    networks = [Network(b"z%d" % rank, rank, 2, False) for rank in range(2)]
-    endpoints = [n.listen_tcp("127.0.0.1", c) for n, c in zip(networks, curves, strict=True)]
-    try:
+    with opened(ipc=False) as networks:
+        endpoints = [n.listen_tcp("127.0.0.1", c) for n, c in zip(networks, curves, strict=True)]
         with BreakingRelay(endpoints[1]) as tap:
             networks[0].connect([endpoints[0], tap.endpoint])
             networks[1].connect(endpoints)
@@ -364,6 +347,3 @@ def test_an_eavesdropper_reads_nothing(in_the_clear: bool) -> None:
             assert received(networks[1])[1] == b"a word to hide"
             assert (b"a word to hide" in tap.heard) is in_the_clear
             assert (b"and another" in tap.heard) is in_the_clear
-    finally:
-        for network in networks:
-            network.close(0, ())

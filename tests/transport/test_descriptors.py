@@ -6,7 +6,6 @@ import array
 import contextlib
 import fcntl
 import os
-import resource
 import socket
 import struct
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import few_descriptors
 from zrpc.testing.procfs import descriptors
 from zrpc.transport.address import DESCRIPTORS
 from zrpc.transport.descriptors import NO_DESCRIPTOR, DescriptorSocket
@@ -131,14 +131,8 @@ def test_if_the_process_may_have_no_more_descriptors_none_is_reported(
 ) -> None:
     first, second, _ = workers
     first.send(1, 3, b"too much")
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    lowest = os.dup(0)
-    os.close(lowest)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
-    try:
+    with few_descriptors():
         found = list(second.socket.receive(second.endpoints.__getitem__))
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert found == [(0, 3, NO_DESCRIPTOR)]
     first.send_raw(1, NOTE.pack(0, 3))  # a message without any
     assert list(second.socket.receive(second.endpoints.__getitem__)) == [(0, 3, NO_DESCRIPTOR)]

@@ -26,48 +26,35 @@ def reserve(descriptors: Descriptors) -> DescriptorReserve:
 def test_the_reserve_is_kept_while_it_has_users(
     reserve: DescriptorReserve, descriptors: Descriptors
 ) -> None:
-    for _ in range(2):
+    for users in (1, 2):
         reserve.add_user()
-        assert descriptors.left == LEFT - SIZE
-    assert reserve.refresh()
-    assert descriptors.left == LEFT - SIZE
+        assert reserve.refresh()
+        assert descriptors.left == LEFT - SIZE, users
     reserve.remove_user()
     assert descriptors.left == LEFT - SIZE
     reserve.remove_user()
-    assert descriptors.left == LEFT
     assert reserve.refresh()
     assert descriptors.left == LEFT
 
 
-def test_the_reserve_is_released_when_no_others_are_left(
+def test_the_reserve_is_released_for_others_and_filled_again_when_twice_its_size_is_left(
     reserve: DescriptorReserve, descriptors: Descriptors
 ) -> None:
     reserve.add_user()
     descriptors.leave(0)
-    assert reserve.refresh()  # the reserved ones are left now
-    assert reserve.released
-    assert descriptors.left == SIZE
-    assert reserve.refresh()
-    assert descriptors.left == SIZE  # they stay available for others
+    for _ in range(2):
+        assert reserve.refresh()  # the reserved ones are left now, and stay so
+        assert reserve.released
+        assert descriptors.left == SIZE
     assert not reserve.release()
     descriptors.leave(0)
     assert not reserve.refresh()
-    reserve.remove_user()
-
-
-def test_the_reserve_is_filled_again_when_twice_its_size_is_left(
-    reserve: DescriptorReserve, descriptors: Descriptors
-) -> None:
-    reserve.add_user()
-    descriptors.leave(0)
-    reserve.refresh()
     descriptors.leave(2 * SIZE - 1)
     reserve.refresh()
-    assert descriptors.left == 2 * SIZE - 1
     assert reserve.released
     descriptors.leave(2 * SIZE)
     assert reserve.refresh()
-    assert descriptors.left == SIZE
     assert not reserve.released
+    assert descriptors.left == SIZE
     reserve.remove_user()
     assert descriptors.left == 2 * SIZE

@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
 
 import pytest
 
 from tests.support.handled import signal_handlers
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from zrpc.transport.gil_held_socket import SEND_FLAGS, GilHeldSocket, ReceiveBuffer, failure
 
@@ -65,22 +66,19 @@ def test_sending_to_a_closed_peer_fails_without_a_signal(ends: list[GilHeldSocke
         assert raised == [signal.SIGPIPE]
 
 
-def test_a_closed_socket_never_uses_its_reused_descriptor(
-    ends: list[GilHeldSocket], memory: ReceiveBuffer
-) -> None:
+def test_a_closed_socket_never_uses_its_reused_descriptor(ends: list[GilHeldSocket]) -> None:
     here = ends[0]
     number = here.fileno()
     pair = socket.socketpair()
-    here.close()
-    here.close()
+    for _ in range(2):
+        here.close()
     assert here.fileno() == -1
     os.dup2(pair[0].fileno(), number)  # the system would reuse it soon
     try:
         pair[1].send(b"not for you")
-        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            send(here, b"stray")
-        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            receive(here)
+        for use in (partial(send, here, b"stray"), partial(receive, here)):
+            with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+                use()
         pair[1].setblocking(False)
         with pytest.raises(BlockingIOError):
             pair[1].recv(1)
@@ -91,47 +89,12 @@ def test_a_closed_socket_never_uses_its_reused_descriptor(
             each.close()
 
 
-class Waiter:
-    """A thread that takes the interpreter's lock repeatedly, and counts how often it got it.
-
-    It never keeps the lock, so no other thread has to wait for it.
-    """
-
-    def __init__(self) -> None:
-        self.turns = 0
-        self._ended = False
-        self._thread = threading.Thread(target=self._run)
-
-    def _run(self) -> None:
-        while not self._ended:
-            self.turns += 1
-            time.sleep(0.0001)  # releases the lock, and takes it again
-
-    def __enter__(self) -> Waiter:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._ended = True
-        self._thread.join(SOON)
-        assert not self._thread.is_alive()
-
-
 @pytest.fixture
 def nobody_has_to_give_up_the_lock() -> Iterator[None]:
     before = sys.getswitchinterval()
     sys.setswitchinterval(100)
     yield
     sys.setswitchinterval(before)
-
-
-def turns_meanwhile(waiter: Waiter, exchange: Callable[[], object], seconds: float) -> int:
-    """Repeats an exchange until the waiter gets the lock; returns how often it did."""
-    until = time.monotonic() + seconds
-    before = waiter.turns
-    while waiter.turns == before and time.monotonic() < until:
-        exchange()
-    return waiter.turns - before
 
 
 @pytest.mark.system
@@ -141,6 +104,12 @@ def test_the_lock_is_held_while_sending_and_receiving(
 ) -> None:
     here, there = ends
 
+    ended, turns = threading.Event(), []
+
+    def take_the_lock() -> None:
+        while not ended.wait(0.0001):  # releases the lock, and takes it again
+            turns.append(None)
+
     def exchange() -> None:
         send(here, b"a message")
         receive(there)
@@ -149,7 +118,16 @@ def test_the_lock_is_held_while_sending_and_receiving(
         here.socket.send(b"a message")
         there.socket.recv_into(memory.view)
 
-    with Waiter() as waiter:
-        # It does get the lock when the lock is released.
-        assert turns_meanwhile(waiter, exchange_by_python, SOON)
-        assert not turns_meanwhile(waiter, exchange, 0.1)
+    def turns_meanwhile(exchange: Callable[[], object], seconds: float) -> int:
+        """Repeats an exchange until the thread gets the lock; returns how often it did."""
+        end, before = time.monotonic() + seconds, len(turns)
+        while len(turns) == before and time.monotonic() < end:
+            exchange()
+        return len(turns) - before
+
+    finish = start_all([take_the_lock], SOON)
+    # It does get the lock when the lock is released.
+    assert turns_meanwhile(exchange_by_python, SOON)
+    assert not turns_meanwhile(exchange, 0.1)
+    ended.set()
+    assert finish() == [None]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ import zmq
 
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
-from tests.transport.numbered import received
+from tests.transport.numbered import connect, opened, received
 from zrpc.transport.address import private_directories
 from zrpc.transport.curve import Curve, KeyPair
 from zrpc.transport.inbox import Inbox
@@ -22,101 +22,47 @@ from zrpc.transport.network import Network
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
-
-class Pair:
-    """Two networks that know each other."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        self.networks = [Network(f"z{rank}".encode(), rank, 2, **kwargs) for rank in (0, 1)]
-
-    def connect(self, endpoints: list[str]) -> None:
-        for network in self.networks:
-            network.connect(endpoints)
-
-    def close(self) -> None:
-        for network in self.networks:
-            network.close(0, ())
+INTERFACES = {"ipc": "", "tcp": "127.0.0.1", "ipv6": "::1"}
 
 
 @pytest.fixture(params=["ipc", "tcp"])
-def pair(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[Pair]:
-    pair = Pair(ipc=request.param == "ipc")
-    if request.param == "ipc":
-        pair.connect([f"ipc://{n.directory.socket_path}" for n in pair.networks])
-    else:
-        pair.connect([network.listen_tcp("127.0.0.1", None) for network in pair.networks])
-    yield pair
-    pair.close()
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["there", "late"])
-def test_a_receiver_that_spins_gets_its_message(pair: Pair, there: bool) -> None:
-    first, second = pair.networks
-    second.send(0, b"before")
-    assert received(first)[1] == b"before"  # connected: later messages arrive at once
-    sender = threading.Thread(target=second.send, args=(0, b"message"))
-    if there:
-        sender.start()
-        sender.join()
-    else:
-        # Sent while the other spins, or afterwards, when it sleeps.
-        threading.Timer(0.05, sender.start).start()
-    identity, message, _ = first.receive(SOON, spin=True)
-    assert (identity, message) == (b"z1", b"message")
-    sender.join()
-
-
-def test_messages_arrive_by_ipv6() -> None:
-    pair = Pair(ipc=False)
-    try:
+def pair(request: pytest.FixtureRequest, no_leaks: None) -> Iterator[list[Network]]:
+    """Two networks that know each other."""
+    with opened(ipc=request.param == "ipc") as networks:
         try:
-            pair.connect([network.listen_tcp("::1", None) for network in pair.networks])
+            connect(networks, INTERFACES[request.param])
         except zmq.ZMQError:
+            if request.param != "ipv6":
+                raise
             pytest.skip("this machine has no IPv6")
-        pair.networks[0].send(1, b"message")
-        assert received(pair.networks[1]) == (b"z0", b"message", [])
-    finally:
-        pair.close()
+        yield networks
 
 
-def test_wake_ends_a_receive(pair: Pair) -> None:
-    network = pair.networks[0]
-    found = []
-    waiting = threading.Thread(target=lambda: found.append(network.receive(60)))
-    waiting.start()
-    network.wake()
-    waiting.join(SOON)
-    assert not waiting.is_alive()
-    ((identity, first, buffers),) = found
+def test_wake_ends_a_receive(pair: list[Network]) -> None:
+    finish = start_all([partial(pair[0].receive, 60)], SOON)
+    pair[0].wake()
+    [(identity, first, buffers)] = finish()
     assert (first, buffers) == (b"", [])
     assert identity[:1] == b"w"  # not a member's
 
 
-@pytest.fixture
-def pair_with_poller(no_leaks: None) -> Iterator[Pair]:
-    """Workers that also listen for direct connections, and talk by tcp."""
-    pair = Pair(ipc=True)
-    pair.connect([network.listen_tcp("127.0.0.1", None) for network in pair.networks])
-    yield pair
-    pair.close()
-
-
-def test_no_message_is_overlooked_that_comes_before_heartbeats_are_answered(
-    pair_with_poller: Pair,
-) -> None:
+def test_no_message_is_overlooked_that_comes_before_heartbeats_are_answered() -> None:
     """A send by the inbox's socket takes note of what has come, and so clears its event."""
-    first, second = pair_with_poller.networks
-    first.send(1, b"before")
-    assert received(second)[1] == b"before"
-    assert second.receive(0.01) is None
-    first.send(1, b"message")
-    time.sleep(0.05)  # it has come after the last look
-    second.answer_heartbeats(b"hnobody", b"a notice")  # as when a worker is declared dead
-    assert received(second)[1] == b"message"
+    with opened() as networks:  # they also listen for direct connections, and talk by tcp
+        connect(networks, "127.0.0.1")
+        first, second = networks
+        first.send(1, b"before")
+        assert received(second)[1] == b"before"
+        assert second.receive(0.01) is None
+        first.send(1, b"message")
+        time.sleep(0.05)  # it has come after the last look
+        second.answer_heartbeats(b"hnobody", b"a notice")  # as when a worker is declared dead
+        assert received(second)[1] == b"message"
 
 
-def test_sent_bytes_are_copied(pair: Pair) -> None:
-    first, second = pair.networks
+@pytest.mark.parametrize("pair", INTERFACES, indirect=True)
+def test_sent_bytes_are_copied(pair: list[Network]) -> None:
+    first, second = pair
     buffer = bytearray(b"before" * 20_000)
     first.send(1, b"", [buffer])
     buffer[:6] = b"after!"
@@ -124,44 +70,39 @@ def test_sent_bytes_are_copied(pair: Pair) -> None:
 
 
 @pytest.mark.system
-def test_any_thread_may_send(pair: Pair) -> None:
-    first, second = pair.networks
+def test_any_thread_may_send(pair: list[Network]) -> None:
+    first, second = pair
 
     def send(number: int) -> None:
         for count in range(100):
             first.send(1, b"%d %d" % (number, count), [b"buffer %d" % number])
 
-    threads = [threading.Thread(target=send, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
+    finish = start_all([partial(send, number) for number in range(4)], SOON)
     messages = []
     while len(messages) < 400:
         assert first.receive(0) is None  # sends queued messages, also of a thread that queues late
         message = second.receive(0.01)
         if message is not None:
             messages.append((message[1], [bytes(buffer) for buffer in message[2]]))
-    for thread in threads:
-        thread.join()
+    assert finish() == [None] * 4
     for number in range(4):
         mine = [m for m in messages if m[0].startswith(b"%d " % number)]
         assert [int(text.split()[1]) for text, _ in mine] == list(range(100))
         assert all(buffers == [b"buffer %d" % number] for _, buffers in mine)
 
 
-def test_queued_messages_are_sent_before_close_returns(pair: Pair) -> None:
-    first, second = pair.networks
+def test_queued_messages_are_sent_before_close_returns(pair: list[Network]) -> None:
+    first, second = pair
     for _ in range(50):
         first.send(1, b"x" * 100_000)
-    closing = threading.Thread(target=first.close, args=(SOON, ()))
-    closing.start()
+    finish = start_all([partial(first.close, SOON, ())], SOON)
     for _ in range(50):
         received(second)
-    closing.join(SOON)
-    assert not closing.is_alive()
+    assert finish() == [None]
 
 
-def test_sending_after_close_fails(pair: Pair) -> None:
-    first, second = pair.networks
+def test_sending_after_close_fails(pair: list[Network]) -> None:
+    first, second = pair
     first.send(1, b"before")
     received(second)
     first.close(0, ())

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import signal
 import socket
 import threading
 import time
+from functools import partial
 from itertools import count
 from typing import Any
 
 import pytest
 import zmq
 
-import zrpc
 from tests.support.descriptors import few_descriptors
 from tests.support.steps import at_entry
+from tests.support.threads import start_all
 from tests.support.waiting import SOON
 from tests.transport.numbered import (
     all_there,
@@ -28,7 +27,6 @@ from tests.transport.numbered import (
     received,
     ways,
 )
-from zrpc.testing import Mesh
 from zrpc.transport.chunks import head_of_remnant, remnant
 from zrpc.transport.fd_reserve import reserve
 from zrpc.transport.framing import header
@@ -39,12 +37,6 @@ from zrpc.transport.unix_stream import direct_path
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
 # -- routing -------------------------------------------------------------------------------
-
-
-def test_small_messages_use_direct_connections(networks: list[Network]) -> None:
-    networks[0].send(1, b"first", [b"a", bytearray(b"b"), memoryview(b"c")])
-    assert ways(networks[0], 1) == {"direct"}
-    assert received(networks[1]) == (b"z0", b"first", [b"a", b"b", b"c"])
 
 
 @pytest.mark.system
@@ -91,14 +83,11 @@ def test_direct_messages_do_not_starve_zeromq(networks: list[Network]) -> None:
 
 def test_room_wakes_a_receiving_thread_to_send_the_queue(networks: list[Network]) -> None:
     """The queue begins when the receiving thread already waits."""
-    found = []
-    sleeper = threading.Thread(target=lambda: found.append(networks[0].receive(60)))
-    sleeper.start()
+    finish = start_all([partial(networks[0].receive, 60)], SOON)
     count = fill(networks[0], 1)
     assert numbers_of(networks[1], count) == list(range(count))
     networks[0].wake()
-    sleeper.join(SOON)
-    assert not sleeper.is_alive()
+    assert finish() != [None]
 
 
 @pytest.mark.system
@@ -107,21 +96,12 @@ def test_a_peer_that_reads_nothing_does_not_hold_up_another_at_close(
 ) -> None:
     fill(networks[0], 1)
     count = fill(networks[0], 2)
-    closing = threading.Thread(target=networks[0].close, args=(0.3, ()))
-    closing.start()
+    finish = start_all([partial(networks[0].close, 0.3, ())], SOON)
     assert numbers_of(networks[2], count) == list(range(count))
-    closing.join(SOON)
-    assert not closing.is_alive()
-
-
-def test_queued_messages_are_dropped_after_the_linger(networks: list[Network]) -> None:
-    count = fill(networks[0], 1)
-    begun = time.monotonic()
-    networks[0].close(0.1, ())
-    assert 0.1 <= time.monotonic() - begun < SOON
-    numbers = all_there(networks[1])
-    assert numbers == list(range(len(numbers)))
-    assert len(numbers) < count
+    assert finish() == [None]
+    arrived = all_there(networks[1])
+    assert arrived == list(range(len(arrived)))
+    assert len(arrived) < count
 
 
 def test_close_does_not_wait_for_messages_to_lost_peers(networks: list[Network]) -> None:
@@ -236,28 +216,6 @@ def test_connections_that_close_within_a_message(networks: list[Network]) -> Non
     assert networks[1].receive(0.02) is None
 
 
-def test_a_descriptor_forgotten_during_a_poll_is_not_reported() -> None:
-    poller = Poller()
-    pairs = [socket.socketpair() for _ in range(2)]
-    calls = []
-
-    def forget_the_others(mine: int) -> None:
-        calls.append(mine)
-        for pair in pairs:
-            if pair[0].fileno() != mine:
-                poller.forget(pair[0].fileno())
-
-    for pair in pairs:
-        fd = pair[0].fileno()
-        poller.watch_readable(fd, lambda fd=fd: forget_the_others(fd))
-        pair[1].send(b"x")
-    poller.poll(SOON)
-    assert len(calls) == 1
-    for each in (end for pair in pairs for end in pair):
-        each.close()
-    poller.close()
-
-
 # -- connections that break ----------------------------------------------------------------
 
 
@@ -287,40 +245,30 @@ def test_queued_messages_of_a_broken_connection_go_by_zeromq(
         networks[0].send(1, b"%d last" % count)
         count += 1
         assert networks[0].sent([1]) == count
-    closing = threading.Thread(target=networks[0].close, args=(SOON, ()))
-    closing.start()
+    finish = start_all([partial(networks[0].close, SOON, ())], SOON)
     numbers += numbers_of(networks[1], count - len(numbers))
     assert numbers == list(range(count))
-    closing.join(SOON)
-    assert not closing.is_alive()
+    assert finish() == [None]
 
 
 def test_no_sender_sees_a_broken_connection(networks: list[Network]) -> None:
-    errors = []
     networks[0].send(1, b"0")
     received(networks[1])
     barrier = threading.Barrier(5)
 
     def send() -> None:
         barrier.wait()
-        try:
-            for _ in range(200):
-                networks[0].send(1, b"1")
-        except Exception as error:
-            errors.append(error)
+        for _ in range(200):
+            networks[0].send(1, b"1")
 
-    threads = [threading.Thread(target=send) for _ in range(4)]
-    for thread in threads:
-        thread.start()
+    finish = start_all([send] * 4, SOON)
     barrier.wait()
     break_connections(networks[1])
-    for thread in threads:
-        thread.join()
+    assert finish() == [None] * 4
     networks[0].send(1, b"2")
     assert networks[0].receive(0) is None  # finds the break if all was queued before it
     while received(networks[1])[1] != b"2":
         pass
-    assert errors == []
     assert networks[0].sent([1]) == 802
 
 
@@ -370,31 +318,3 @@ def test_no_memory_for_a_message_loses_no_other(networks: list[Network]) -> None
             break
     assert not remnants
     assert ways(networks[0], 1) == {"direct"}
-
-
-# -- processes -----------------------------------------------------------------------------
-
-
-def call_until_queued(pid: int) -> set[str]:
-    """Calls a stopped worker more than the system has room for, and kills it."""
-    futures = [zrpc.rpc_async(1, len, (bytes(20_000),)) for _ in range(100)]
-    os.kill(pid, signal.SIGKILL)
-    return {outcome_of(future) for future in futures}
-
-
-def outcome_of(future: Any) -> str:
-    try:
-        future.wait()
-    except Exception as error:
-        return type(error).__name__
-    return "answer"
-
-
-@pytest.mark.zrpc(workers=3, processes=True, options={"rpc_timeout": 20})
-def test_a_peer_is_killed_while_messages_are_queued(mesh: Mesh) -> None:
-    assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
-    mesh.pause(1)
-    assert mesh.run(0, call_until_queued, mesh.pid(1)) == {"WorkerDied"}
-    mesh.kill(1)
-    assert mesh.run(0, zrpc.rpc_sync, 2, max, (1, 2)) == 2
-    mesh.shutdown()

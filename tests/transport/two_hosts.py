@@ -1,4 +1,4 @@
-"""Two hosts on this machine: two network namespaces, and a cable between them."""
+"""Hosts on this machine: network namespaces, which `tests.partitions.network` connects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 SOON = 30.0  # two programs start
-ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 # What a program does first: it joins its host's namespace.
 ENTER = """
@@ -59,21 +58,3 @@ def namespaces(count: int = 2) -> Iterator[list[str]]:
     finally:
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=SOON)
-
-
-def plug_in(name: str, address: str) -> None:
-    """Brings up a host's end of the cable."""
-    ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
-    for device in ("lo", "cable"):
-        ip("-n", name, "link", "set", device, "up")
-
-
-def connect_by_veth(names: list[str]) -> None:
-    """Connects two namespaces by a cable of the kernel."""
-    try:
-        peer = ["peer", "name", "cable", "netns", names[1]]
-        ip("link", "add", "cable", "netns", names[0], "type", "veth", *peer)
-        for name, address in zip(names, ADDRESSES, strict=True):
-            plug_in(name, address)
-    except OSError as error:
-        pytest.skip(f"two hosts need veth devices: {error}")

@@ -6,7 +6,6 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import zrpc as rpc
 from tests.services.elastic import calls
+from tests.services.elastic.conftest import Elastic
 from tests.support.programs import Forked
 from tests.support.waiting import until
 from zrpc.agent import peers
@@ -25,13 +25,10 @@ from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing.leaks import Resources
 from zrpc.transport.address import PrivateDirectory, private_directories
 
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
-
 pytestmark = pytest.mark.system
 
 # The first ones are there for what is opened once.
-FIRST, GUESTS = 2, 6
+FIRST, GUESTS = 2, 4
 # Of a tensor that is sent by shared memory, or as a large message.
 ELEMENTS = 1 << 17
 LATE = 60.0  # for a process on a busy machine
@@ -147,18 +144,9 @@ def test_the_mailbox_that_tells_a_worker_that_it_was_declared_dead_is_closed(
     monkeypatch.setattr(peers, "_SEND_SECONDS", 0.5)
     first, second = elastic.join_all(2)
     member = second.membership.own_id
-    told = []
-    send = first.network.send
-
-    def spy(peer: int, *args: Any) -> None:
-        send(peer, *args)
-        told.append(peer)
-
-    monkeypatch.setattr(first.network, "send", spy)
     # As if its process had seemed to have ended.
     first.receiver.in_io_thread(lambda: first.peers.remove(member, Reason.ENDED))
     until(lambda: member in first.membership.lost)
     with pytest.raises(rpc.WorkerDied, match="declared this worker dead"):
-        calls.call(second, "w0")
-    until(lambda: member in told, "it is told by a mailbox")
+        calls.call(second, "w0")  # it was told by a mailbox
     until(lambda: not first.network.knows(member), "that mailbox is closed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ import torch
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.services.elastic.calls import PATIENCE, call, entered, finish, slow
+from tests.services.elastic.conftest import Crew, Elastic
 from tests.support.pending import entered_call
 from tests.support.waiting import pending, until
 from zrpc.optim import DistributedOptimizer, clip_grad_norm_
@@ -18,9 +18,6 @@ from zrpc.services.autograd.service import AutogradService
 from zrpc.services.elastic.limits import ElasticLimits
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Crew, Elastic
 
 pytestmark = pytest.mark.system
 
@@ -45,18 +42,7 @@ def test_a_restarted_worker_can_be_called_at_once_by_all(workers: Crew) -> None:
         assert call(workers[2], "w1", lambda: rpc.get_worker_info().incarnation, ()) == count
 
 
-def test_an_outstanding_call_fails(workers: Crew) -> None:
-
-    with workers[0].as_current():
-        future = rpc.rpc_async("w1", slow)
-    assert entered.wait(PATIENCE)
-    workers.revive()
-    with pytest.raises(rpc.WorkerDied, match=r"w1 \(rank 1\) is gone: it has ended, and was st"):
-        future.wait()
-    finish.set()
-
-
-def test_a_caller_that_reads_the_log_late_is_told_nothing_else(elastic: Elastic) -> None:
+def test_an_outstanding_call_fails_even_if_its_caller_reads_the_log_late(elastic: Elastic) -> None:
     """The worker that was replaced reads of it first."""
     seldom = ElasticLimits(poll_seconds=0.8, awaiting_poll_seconds=0.8)
     caller = elastic.join("w0", 0, elastic_limits=seldom)
@@ -65,7 +51,8 @@ def test_a_caller_that_reads_the_log_late_is_told_nothing_else(elastic: Elastic)
         future = rpc.rpc_async("w1", slow)
     assert entered.wait(PATIENCE)
     elastic.join("w1", 1, restarts=1)
-    with pytest.raises(rpc.WorkerDied, match="it has ended, and was started again"):
+    ended = r"w1 \(rank 1\) is gone: it has ended, and was started again"
+    with pytest.raises(rpc.WorkerDied, match=ended):
         future.wait()
     finish.set()
 

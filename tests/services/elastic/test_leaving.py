@@ -7,7 +7,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -15,15 +14,13 @@ import torch
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
 from tests.services.elastic.calls import PATIENCE, call, entered, finish, slow
+from tests.services.elastic.conftest import Elastic
 from tests.support.waiting import pending, until
 from zrpc.agent.agent import Agent
 from zrpc.agent.shutdown import ShutdownTiming
 from zrpc.membership.agreement import How, LossNote
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.shm.service import SharedMemoryService
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.system
 
@@ -53,20 +50,11 @@ def test_an_answer_in_shared_memory_is_read_after_its_sender_has_left(elastic: E
     )
     with second.as_current():
         rpc.rpc_sync("w0", answer, (LARGE,))
-        arrived, look = threading.Event(), threading.Event()
-        dispatch = second.receiver._dispatch
-
-        def late(*message: Any) -> None:
-            arrived.set()
-            assert look.wait(PATIENCE)
-            dispatch(*message)
-
-        pool = first.service(SharedMemoryService).pool
+        pool, look = first.service(SharedMemoryService).pool, threading.Event()
         until(lambda: not pool.lent, "all is returned")
-        second.receiver._dispatch = late
+        second.receiver.in_io_thread(lambda: look.wait(PATIENCE))
         future = rpc.rpc_async("w0", answer, (8 * LARGE,))
         until(lambda: pool.lent and not first.callee.requests, "it has answered")
-        assert arrived.wait(PATIENCE)
         elastic.leave(first).result(PATIENCE)
         look.set()
         assert future.wait().sum() == 8 * LARGE

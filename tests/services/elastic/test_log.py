@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 
+from tests.support.stores import STORES, opener
 from zrpc.errors import AuthenticationError, RendezvousError
 from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
@@ -24,20 +24,9 @@ from zrpc.wire.member_id import RANKS
 SECRET = ClusterSecret(new_secret())
 
 
-@pytest.fixture(params=["hash", "file", "tcp"])
-def open_store(
-    request: pytest.FixtureRequest, tmp_path: Path
-) -> Iterator[Callable[[], dist.Store]]:
-    """Opens the store like one more process."""
-    if request.param == "tcp":
-        limit = timedelta(seconds=20)
-        host = dist.TCPStore("127.0.0.1", 0, None, True, limit, wait_for_workers=False)
-        yield lambda: dist.TCPStore("127.0.0.1", host.port, None, False, limit)
-    elif request.param == "file":
-        yield lambda: dist.FileStore(str(tmp_path / "store"), -1)
-    else:
-        store = dist.HashStore()
-        yield lambda: store
+@pytest.fixture(params=STORES)
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], dist.Store]:
+    return opener(request.param, tmp_path)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from zrpc.membership.failure_detector import Reason
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.elastic.state import MembershipEvent, MembershipState, Verb
-from zrpc.wire.member_id import RANKS, incarnation_of, member_id_of, rank_of
+from zrpc.wire.member_id import RANKS, member_id_of
 
 
 def record(
@@ -47,25 +47,12 @@ def state() -> MembershipState:
     return MembershipState()
 
 
-def test_a_worker_joins_and_leaves(state: MembershipState) -> None:
-    one = record(1)
-    assert apply(state, join(one)) == [(Verb.JOIN, 1, None)]
-    assert (state.member_of(one.token), state.joined_at(one.token)) == (1, 1)
-    assert state.admitted == set()
-    assert apply(state, come_in(one), come_in(one)) == [(Verb.IN, 1, None)]
-    assert state.admitted == {1}
-    assert apply(state, gone(one), gone(one)) == [(Verb.GONE, 1, Reason.LEFT)]
-    assert (state.members, state.admitted) == ({}, set())
-    assert apply(state, come_in(one)) == []  # too late
-    assert state.departed == {1: (one, Reason.LEFT)}
-    assert state.position == 6
-
-
 def test_a_rank_is_used_again_but_never_an_old_record(state: MembershipState) -> None:
     records = [record(1), record(1, 1), record(1, 2, name="another")]
     for incarnation, one in enumerate(records):
         member = member_id_of(1, incarnation)
         assert apply(state, join(one)) == [(Verb.JOIN, member, None)]
+        assert apply(state, come_in(one), come_in(one)) == [(Verb.IN, member, None)]
         assert state.member_of(one.token) == member
         assert state.members == {member: replace(one, incarnation=incarnation)}
         for old in records[:incarnation]:
@@ -164,14 +151,6 @@ def test_a_text_that_is_not_an_event_or_a_snapshot() -> None:
     ):
         with pytest.raises(ValueError, match="expected a snapshot"):
             MembershipState.parse(text)
-
-
-def test_incarnations_of_a_worker_are_equal_but_for_their_member_ids() -> None:
-    assert (rank_of(member_id_of(7, 3)), incarnation_of(member_id_of(7, 3))) == (7, 3)
-    first, later = WorkerInfo("w", 7), WorkerInfo("w", 7, 3)
-    assert (first.member_id, later.member_id) == (7, member_id_of(7, 3))
-    assert later == first
-    assert hash(later) == hash(first)
 
 
 records = st.builds(
