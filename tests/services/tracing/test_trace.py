@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter, defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -331,6 +332,19 @@ def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Pa
     with pytest.raises(FileNotFoundError):
         traced(mesh, tmp_path / "missing" / "trace.json", lambda: pytest.fail("it has begun"))
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
+
+
+def test_a_trace_can_be_written_to_a_descriptor(mesh: Mesh) -> None:
+    reader, writer = os.pipe()
+
+    def program() -> None:
+        with rpc.trace(f"/dev/fd/{writer}"):
+            pass
+
+    mesh.run(0, program)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as file:
+        assert json.load(file)["traceEvents"]
 
 
 def test_a_worker_that_is_lost_is_named_in_the_file(mesh: Mesh, tmp_path: Path) -> None:
