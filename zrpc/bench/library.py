@@ -10,12 +10,8 @@ LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
 ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7", "rpyc": "rpyc>=6"}
 EVERY_LIBRARY = (*LIBRARIES, *ACTOR_LIBRARIES)
-_MODULES = {
-    "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
-    "zrpc": ("zrpc", "zrpc.autograd"),
-}
-# Loaded when they are used: torch's takes a while.
-_OPTIMIZERS = {"torch": "torch.distributed.optim", "zrpc": "zrpc.optim"}
+# By library: the module with its calls, and the package of those with the rest.
+_MODULES = {"torch": ("torch.distributed.rpc", "torch.distributed"), "zrpc": ("zrpc", "zrpc")}
 # The library that this process has joined a mesh with; set once, in the main thread.
 _current: Library | None = None
 
@@ -59,17 +55,15 @@ class Library:
         if device:
             others = [f"worker{other}" for other in range(workers) if other != rank]
             arguments.update(device_maps={other: {device: device} for other in others})
-        if self.name == "zrpc":
-            options = self.rpc.ZmqRpcBackendOptions
-            if tcp:
-                arguments.update(transport="tcp")
-            if tcp and not keys:
-                # torch does not encrypt, and this compares transports, not ciphers.
-                arguments.update(security="none")
-        else:
+        if self.name == "torch":
             options = self.rpc.TensorPipeRpcBackendOptions
-            if tcp:
-                arguments.update(_transports=["uv"], _channels=["basic"])
+            over_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]}
+        else:
+            options = self.rpc.ZmqRpcBackendOptions
+            # torch does not encrypt, and this compares transports, not ciphers.
+            over_tcp = {"transport": "tcp", **({} if keys else {"security": "none"})}
+        if tcp:
+            arguments |= over_tcp
         self.rpc.init_rpc(
             f"worker{rank}",
             rank=rank,
@@ -81,7 +75,8 @@ class Library:
     @property
     def optim(self) -> Any:
         """Its module with ``DistributedOptimizer``."""
-        return importlib.import_module(_OPTIMIZERS[self.name])
+        # Loaded when it is used: torch's takes a while.
+        return importlib.import_module(f"{_MODULES[self.name][1]}.optim")
 
     def leave(self) -> None:
         """Leaves the mesh, together with all other workers."""
@@ -90,8 +85,10 @@ class Library:
 
 def load(name: str) -> Library:
     """Imports and returns the library of that name, and no other."""
-    rpc, autograd = _MODULES[name]
-    return Library(name, importlib.import_module(rpc), importlib.import_module(autograd))
+    rpc, package = _MODULES[name]
+    return Library(
+        name, importlib.import_module(rpc), importlib.import_module(f"{package}.autograd")
+    )
 
 
 def current() -> Library:

@@ -34,7 +34,7 @@ def _time_launch(participant: str, count: int, program: str) -> Sample:
     taken = time.perf_counter() - before
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {_likely_cause(done.stderr)}")
-    return Sample(taken, taken, 1)
+    return Sample.single(taken)
 
 
 def _likely_cause(output: str) -> str:
