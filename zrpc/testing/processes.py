@@ -127,7 +127,6 @@ class ProcessWorker(Worker):
         # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
         # there is none. Guarded by self._lock, since it is closed when the process exits.
         self._process = -1
-        self._killed = False
         self._shown = 0  # how much of the output new_output() has returned
         self._kept_output = ""  # all of the output, after its file was removed
         self._exit: int | None = None
@@ -142,11 +141,6 @@ class ProcessWorker(Worker):
     def label(self) -> str:
         """The worker's name and process, for a reader."""
         return f"{self.name} (pid {self._pid})"
-
-    @property
-    def killed(self) -> bool:
-        """Whether the test has killed it."""
-        return self._killed
 
     @property
     def pid(self) -> int:
@@ -228,7 +222,7 @@ class ProcessWorker(Worker):
 
     def kill(self, timeout: float) -> None:
         """Kills the process and waits until it is dead, at most ``timeout`` seconds."""
-        self._killed = True
+        self.killed = True
         self.abort()
         self._reader.join(timeout)
 
@@ -315,12 +309,8 @@ class ProcessWorker(Worker):
         if self._output_path is None:
             yield 1, 2
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self._output_path, flags, 0o600)
-        try:
-            yield fd, fd
-        finally:
-            os.close(fd)
+        with open(self._output_path, "ab") as output:  # a successor writes to it, too
+            yield output.fileno(), output.fileno()
 
     def _request(self, what: str, *request: Any) -> Work[Any]:
         with self._sending:

@@ -106,7 +106,7 @@ class ThreadWorker(Worker):
                 return
             begun = work is self._current
             if begun:
-                self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
+                self._abandon_thread()
                 self._thread = self._new_thread()
                 self._thread.start()
         if begun:
@@ -158,9 +158,12 @@ class ThreadWorker(Worker):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout)
         if self._thread.is_alive():
-            # A thread can't be killed. It must not be taken for one of a later mesh.
-            self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
+            self._abandon_thread()
         return []
+
+    def _abandon_thread(self) -> None:
+        # A thread can't be killed. It must not be taken for one of a later mesh.
+        self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
 
     def _new_thread(self) -> threading.Thread:
         name = f"zrpc-test-{self.name}-main"
@@ -194,7 +197,10 @@ class ThreadWorker(Worker):
         """Runs in the worker's thread."""
         while (task := self._tasks.get()) is not None:
             future, work = task
-            if not self._begin(future):
+            with self._lock:
+                begins = future in self._pending  # somebody still waits for it
+                self._current = future if begins else None
+            if not begins:
                 continue
             value, error = None, None
             try:
@@ -210,9 +216,3 @@ class ThreadWorker(Worker):
             del task, future, work, value, error
             if threading.current_thread() is not self._thread:
                 return  # it was interrupted, and another thread has gone on
-
-    def _begin(self, work: Work[Any]) -> bool:
-        """Returns whether somebody still waits for the work, which is the current one then."""
-        with self._lock:
-            self._current = work if work in self._pending else None
-            return self._current is not None
