@@ -84,6 +84,7 @@ class Relays:
         self._links: dict[tuple[int, int], _Link] = {}
         self._connections: list[_Connection] = []
         self._waker, self._woken = socket.socketpair()
+        self._woken.setblocking(False)
         self._closed = False
         self._listeners = [self._interpose(inbox) for inbox in inboxes]
         self._inboxes = [_aside(inbox) for inbox in inboxes]
@@ -132,37 +133,35 @@ class Relays:
 
     def _serve(self) -> None:
         while not self._closed:
-            interest: dict[int, int] = {self._woken.fileno(): select.POLLIN}
-            interest |= {listener.fileno(): select.POLLIN for listener in self._listeners}
+            poll = select.poll()
+            for each in (self._woken, *self._listeners):
+                poll.register(each, select.POLLIN)
             with self.lock:
-                waits = [self._register(each, interest) for each in self._connections]
-            ready = _poll(interest, min(waits, default=math.inf))
-            if ready.get(self._woken.fileno()):
+                waits = [self._register(each, poll) for each in self._connections]
+            wait = min(waits, default=math.inf)
+            poll.poll(None if wait == math.inf else int(wait * 1000) + 1)
+            # Whatever is not ready yet says so by a BlockingIOError.
+            with contextlib.suppress(BlockingIOError):
                 self._woken.recv(4096)
             for rank, listener in enumerate(self._listeners):
-                if ready.get(listener.fileno()):
-                    self._accept(listener, rank)
+                self._accept(listener, rank)
             with self.lock:
                 for connection in list(self._connections):
-                    self._pump(connection, ready)
+                    self._pump(connection)
 
-    def _register(self, connection: _Connection, interest: dict[int, int]) -> float:
-        """Adds the events to wait for on a connection; returns the longest wait in seconds."""
+    def _register(self, connection: _Connection, poll: select.poll) -> float:
+        """Registers the events to wait for on a connection; returns the longest wait in seconds."""
         if _is_cut(*self._links_of(connection)):
             return math.inf
-        now = time.monotonic()
-        waits = []
-        for stream in connection.streams:
-            if stream.readable(connection.known):
-                fd = stream.source.fileno()
-                interest[fd] = interest.get(fd, 0) | select.POLLIN
-            if stream.queue:
-                fd, due = stream.sink.fileno(), stream.queue[0][0]
-                if due <= now:
-                    interest[fd] = interest.get(fd, 0) | select.POLLOUT
-                else:
-                    waits.append(due - now)
-        return min(waits, default=math.inf)
+        waits = [each.wait() for each in connection.streams]
+        # The socket that one stream reads is the one to which the other writes.
+        for stream, wait in zip(connection.streams, reversed(waits), strict=True):
+            events = select.POLLIN if stream.readable(connection.known) else 0
+            if wait == 0:
+                events |= select.POLLOUT
+            if events:  # without any, a closed socket would be reported again and again
+                poll.register(stream.source, events)
+        return min(wait or math.inf for wait in waits)
 
     def _links_of(self, connection: _Connection) -> tuple[_Link, _Link]:
         """Returns what disturbs a connection, forward and backward."""
@@ -183,20 +182,21 @@ class Relays:
                 return
             self._connections.append(_Connection(client, server, rank))
 
-    def _pump(self, connection: _Connection, ready: Mapping[int, int]) -> None:
+    def _pump(self, connection: _Connection) -> None:
         for index, stream in enumerate(connection.streams):
             links = self._links_of(connection)
             if _is_cut(*links):
                 return
-            if ready.get(stream.source.fileno()) and stream.readable(connection.known):
+            if stream.readable(connection.known):
                 self._read(connection, stream, links[index])
-            stream.write(time.monotonic())
+            stream.write()
         if any(each.broken or (each.ended and not each.queue) for each in connection.streams):
             connection.close()
             self._connections.remove(connection)
 
     def _read(self, connection: _Connection, stream: _Stream, link: _Link) -> None:
-        data = stream.read(connection.known)
+        if not (data := stream.read(connection.known)):
+            return
         if stream is connection.streams[0]:
             units = connection.splitter.feed(data)
             if connection.splitter.ready and not connection.known:
@@ -205,7 +205,7 @@ class Relays:
                 connection.sender = self._tokens.get(identity_of(connection.splitter.identity)[1:])
                 link = self._links_of(connection)[0]
         else:
-            units = [Unit(data, False)] if data else []
+            units = [Unit(data, False)]
         due = time.monotonic() + sum(each.delay for each in link)
         for unit in units:
             # A message of the heartbeats' connection is a greeting.
@@ -253,9 +253,13 @@ class _Stream:
             self.queue.append((due, memoryview(data)))
             self._held += len(data)
 
-    def write(self, now: float) -> None:
+    def wait(self) -> float:
+        """Returns the seconds until bytes are due: 0 if some are, infinity if there are none."""
+        return max(0.0, self.queue[0][0] - time.monotonic()) if self.queue else math.inf
+
+    def write(self) -> None:
         """Sends on the bytes that are due."""
-        while self.queue and self.queue[0][0] <= now:
+        while self.wait() == 0:
             due, data = self.queue[0]
             try:
                 sent = self.sink.send(data)
@@ -296,11 +300,3 @@ class _Connection:
 
 def _aside(inbox: Path) -> Path:
     return inbox.with_name("relayed")
-
-
-def _poll(interest: Mapping[int, int], wait: float) -> dict[int, int]:
-    """Returns the events that happen within ``wait`` seconds, which may be infinite."""
-    poll = select.poll()
-    for fd, mask in interest.items():
-        poll.register(fd, mask)
-    return dict(poll.poll(None if wait == math.inf else int(wait * 1000) + 1))
