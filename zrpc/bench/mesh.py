@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 from zrpc.bench.library import ACTOR_LIBRARIES
 from zrpc.bench.namespaces import CABLE
@@ -21,10 +21,6 @@ from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
 from zrpc.testing.served import send_request, start_serving
-
-if TYPE_CHECKING:
-    from typing import Self
-
 
 _EXIT_SECONDS = 5.0
 
@@ -162,11 +158,11 @@ class Mesh:
                 self._starter.send_signal(process.pid, number)
 
     def _join(self) -> None:
+        together = [self._processes]
         if self._settings.participant == "limit":  # the echo first: its endpoint must be known
-            for process in reversed(self._processes):
-                self._request_all([process], "join")
-        else:
-            self._request_all(self._processes, "join")
+            together = [[process] for process in reversed(self._processes)]
+        for processes in together:
+            self._request_all(processes, "join")
 
     def _request_all(self, processes: list[_Process], request: str) -> None:
         for process in processes:
@@ -178,16 +174,14 @@ class Mesh:
     ) -> list[Any]:
         """Returns the replies of some processes; fails if any other process dies meanwhile."""
         replies: dict[int, Any] = {}
-        by_connection = {process.connection: process for process in self._processes}
+        waiting: dict[Any, _Process] = {each.connection: each for each in self._processes}
         end = time.monotonic() + deadline
         while len(replies) < len(processes):
             left = end - time.monotonic()
-            ready = wait(list(by_connection), max(0.0, left)) if left > 0 else []
+            ready = wait(list(waiting), left) if left > 0 else []
             if not ready:
                 raise HungError(f"{failed} within {deadline:g} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                process = by_connection.pop(connection)
+            for process in map(waiting.pop, ready):
                 replies[process.rank] = self._receive(process)
         return [replies[process.rank] for process in processes]
 

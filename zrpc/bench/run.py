@@ -121,27 +121,19 @@ class Run:
     def _measure_row(self, row: Row, turns: int, participants: Sequence[Participant]) -> None:
         result = self._result_of_row[row.name]
         sampling = self.settings.sampling.divided(turns)
-        samples: dict[str, list[Sample]] = {}
-        failures: dict[str, Failure] = {}
-        for participant in participants:
-            # A workload that hung once would hang again until the deadline.
-            if (failure := result.final_failure(participant.name)) is not None:
-                failures[participant.name] = failure
-        for _ in range(turns):
-            for participant in participants:
-                name = participant.name
-                if name not in failures and participant.can_measure(row):
-                    try:
-                        sample = participant.measure(row, sampling)
-                    except (MeshError, LaunchError) as error:
-                        failures[name] = Failure(str(error), isinstance(error, HungError))
-                    else:
-                        samples.setdefault(name, []).append(sample)
+        able = [each for each in participants if each.can_measure(row)]
+        samples: dict[str, list[Sample]] = {each.name: [] for each in able}
+        # A workload that hung once would hang again until the deadline.
+        failures = {each.name: result.final_failure(each.name) for each in able}
+        for participant in able * turns:
+            name = participant.name
+            if failures[name] is None:
+                try:
+                    samples[name].append(participant.measure(row, sampling))
+                except (MeshError, LaunchError) as error:
+                    failures[name] = Failure(str(error), isinstance(error, HungError))
         for name, found in samples.items():
-            if name not in failures:
-                result.add(name, Sample.merged(found, row.unit.more_is_better))
-        for name, failure in failures.items():
-            result.add(name, failure)
+            result.add(name, failures[name] or Sample.merged(found, row.unit.more_is_better))
 
 
 class Participant:
@@ -162,7 +154,7 @@ class Participant:
         self._starter = starter
         self._settings = settings
         self._mesh: Mesh | None = None
-        self._start_failed: MeshError | LaunchError | None = None
+        self._start_failed: MeshError | None = None
 
     def can_measure(self, row: Row) -> bool:
         """Returns whether there is a workload for this row."""

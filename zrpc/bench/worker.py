@@ -79,7 +79,6 @@ class _Worker:
         self._settings = settings
         self._library: Library | None = None
         self._raw: RawPeer | None = None
-        self._echo: Any = None
 
     def do(self, request: str, *arguments: Any) -> bytes:
         try:
@@ -119,13 +118,12 @@ class _Worker:
         self._library = library
 
     def _open_raw(self) -> None:
-        from zrpc.bench.raw_zmq import RawEcho, RawPeer
+        from zrpc.bench.raw_zmq import RawPeer, start_echo
 
         endpoint = Path(self._settings.directory, "endpoint")
         if self._settings.rank == 1:
-            tcp = "tcp://127.0.0.1:*"
-            self._echo = RawEcho(tcp if self._settings.tcp else f"ipc://{endpoint.parent}/raw")
-            endpoint.write_text(self._echo.endpoint)
+            ipc = f"ipc://{endpoint.parent}/raw"
+            endpoint.write_text(start_echo("tcp://127.0.0.1:*" if self._settings.tcp else ipc))
         elif self._settings.rank == 0:
             self._raw = RawPeer(endpoint.read_text())
 
