@@ -31,10 +31,9 @@ class Machine:
         """Returns the machine that this process runs on."""
         import zmq
 
+        model = read_field("/proc/cpuinfo", "model name")
         return cls(
-            processor=read_field("/proc/cpuinfo", "model name")
-            or platform.processor()
-            or "unknown",
+            processor=model or platform.processor() or "unknown",
             cores=len(os.sched_getaffinity(0)),
             memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             system=f"{platform.system()} {platform.release()}",

@@ -33,6 +33,12 @@ class HungError(MeshError):
     """There was no reply before the deadline."""
 
 
+def environment() -> dict[str, str]:
+    """Returns the variables of all measured processes, and of those that fork them."""
+    # Launchers set this too. torch reads it when it is loaded.
+    return {"OMP_NUM_THREADS": "1", **os.environ}
+
+
 @dataclass
 class _Process:
     rank: int
@@ -85,7 +91,6 @@ class Mesh:
         self.timeout = timeout
         self._processes: list[_Process] = []
         self.directory = Path()
-        self._paused = False
         self.join_seconds = 0.0
         self.shutdown_errors: list[str] = []
 
@@ -143,14 +148,11 @@ class Mesh:
 
         An idle worker of torch's RPC keeps a processor busy: TensorPipe polls.
         """
-        self._paused = True
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Continues all processes if they are paused."""
-        if self._paused:
-            self._paused = False
-            self._signal(signal.SIGCONT)
+        self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -216,14 +218,9 @@ class Mesh:
         settings = replace(
             self._settings, rank=rank, namespace=namespace, directory=directory, socket=fd
         )
-        return Task.function("zrpc.bench.worker:main", settings).within(
-            env={
-                "OMP_NUM_THREADS": "1",  # launchers set this too
-                **os.environ,
-                "ZRPC_RUNTIME_DIR": str(self.directory),
-                **self._network_variables(),
-            }
-        )
+        variables = {"ZRPC_RUNTIME_DIR": directory, **self._network_variables()}
+        task = Task.function("zrpc.bench.worker:main", settings)
+        return task.within(env=environment() | variables)
 
     def _network_variables(self) -> dict[str, str]:
         """Returns the variables that choose the interface, and the secret for the keys."""

@@ -8,14 +8,13 @@ a mesh is paused, so that it takes no processor time from another. Each round ha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.mesh import HungError, Mesh, MeshError, environment
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import WORKLOAD_MODULES
@@ -95,7 +94,7 @@ class Run:
             warm = stack.enter_context(warm_starter())
             fresh = warm
             if any(group.fresh for group in self.groups):
-                fresh = stack.enter_context(Starter("spawn", env=_environment()))
+                fresh = stack.enter_context(Starter("spawn", env=environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
                     starter = fresh if group.fresh else warm
@@ -221,9 +220,4 @@ class Participant:
 
 def warm_starter() -> Starter:
     """Returns a starter whose processes have already imported both libraries."""
-    return Starter(preload=_PRELOAD, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    # Launchers set this too. torch reads it when it is loaded.
-    return {"OMP_NUM_THREADS": "1", **os.environ}
+    return Starter(preload=_PRELOAD, env=environment())

@@ -98,9 +98,9 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
     with Watchdog(spec.timeout, last_resort=lambda report: _exit(item, report)) as watchdog:
         item.stash[_watchdog] = request.config.stash[_watchdog] = watchdog
         # Until this phase of the test ends; the hooks below do the same for the other phases.
-        watchdog.allow_interrupt()
+        watchdog.may_interrupt = True
         yield MakeMesh(item, spec, watchdog)
-        watchdog.forbid_interrupt()
+        watchdog.may_interrupt = False
         passed = not item.stash.get(_failed, False)
         try:
             _shut_down(watchdog.meshes, graceful=passed)
@@ -199,7 +199,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
         raise
     finally:
         if _watchdog in item.stash:
-            item.stash[_watchdog].forbid_interrupt()
+            item.stash[_watchdog].may_interrupt = False
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

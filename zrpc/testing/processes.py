@@ -188,6 +188,7 @@ class ProcessWorker(Worker):
 
     def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; its process keeps running."""
+        self.resume()  # it may be paused
         return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
     def ask_for_stacks(self) -> None:
