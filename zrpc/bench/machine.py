@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from zrpc.testing.procfs import read_text
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -60,12 +62,8 @@ def read_kib(path: str, *names: str) -> int:
 
 def read_field(path: str, name: str) -> str | None:
     """Returns the first field of that name in a file of /proc, or None if there is none."""
-    try:
-        with open(path) as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() == name:
-                    return value.strip()
-    except OSError:
-        pass
+    for line in read_text(path).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
     return None
