@@ -16,6 +16,36 @@ _MODULES = {"torch": ("torch.distributed.rpc", "torch.distributed"), "zrpc": ("z
 _current: Library | None = None
 
 
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings of a worker process that is measured.
+
+    Attributes:
+        participant: a library's name, or ``limit``.
+        workers: the number of workers; their names are ``worker`` and the rank.
+        forms_mesh: whether they form a mesh.
+        tcp: whether to use only tcp.
+        keys: whether zrpc encrypts what it sends over tcp. torch can't.
+        device: the device that tensors of all workers are on; empty for the CPU.
+        rank: the worker's rank.
+        namespace: the network namespace that the worker enters; empty for none.
+        directory: the mesh's directory, with the store for the rendezvous; empty if a launcher has
+            set the variables for that.
+        socket: the descriptor of the socket for requests and replies.
+    """
+
+    participant: str
+    workers: int
+    forms_mesh: bool = True
+    tcp: bool = False
+    keys: bool = False
+    device: str = ""
+    rank: int = 0
+    namespace: str = ""
+    directory: str = ""
+    socket: int = -1
+
+
 @dataclass
 class Library:
     """An RPC library in a process that measures it.
@@ -30,28 +60,12 @@ class Library:
     rpc: Any = field(repr=False)
     autograd: Any = field(repr=False)
 
-    def join(
-        self,
-        rank: int,
-        workers: int,
-        *,
-        tcp: bool,
-        keys: bool = False,
-        device: str = "",
-        init_method: str = "env://",
-    ) -> None:
-        """Joins this process to a mesh, with the library's default options.
-
-        Args:
-            rank: this worker's rank; its name is ``worker`` and the rank.
-            workers: the number of workers.
-            tcp: whether to use only tcp.
-            keys: whether zrpc encrypts what it sends over tcp. torch can't.
-            device: the device that tensors of all workers are on; empty for the CPU.
-            init_method: the rendezvous of the workers.
-        """
+    def join(self, settings: WorkerSettings) -> None:
+        """Joins this process to a mesh, with the library's default options."""
         global _current
-        arguments: dict[str, Any] = {"init_method": init_method}
+        rank, workers, device = settings.rank, settings.workers, settings.device
+        place = f"file://{settings.directory}/store" if settings.directory else "env://"
+        arguments: dict[str, Any] = {"init_method": place}
         if device:
             others = [f"worker{other}" for other in range(workers) if other != rank]
             arguments.update(device_maps={other: {device: device} for other in others})
@@ -61,8 +75,8 @@ class Library:
         else:
             options = self.rpc.ZmqRpcBackendOptions
             # torch does not encrypt, and this compares transports, not ciphers.
-            over_tcp = {"transport": "tcp", **({} if keys else {"security": "none"})}
-        if tcp:
+            over_tcp = {"transport": "tcp", **({} if settings.keys else {"security": "none"})}
+        if settings.tcp:
             arguments |= over_tcp
         self.rpc.init_rpc(
             f"worker{rank}",

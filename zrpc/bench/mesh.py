@@ -14,10 +14,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Self
 
-from zrpc.bench.library import ACTOR_LIBRARIES
+from zrpc.bench.library import ACTOR_LIBRARIES, WorkerSettings
 from zrpc.bench.namespaces import CABLE
 from zrpc.bench.session import Sample, Sampling
-from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
 from zrpc.testing.served import send_request, start_serving
@@ -54,12 +53,9 @@ class Mesh:
         starter: starts the processes.
         participant: a library's name, or ``limit``.
         workers: the number of workers.
-        forms_mesh: whether they form a mesh.
-        tcp: whether to use only tcp.
-        keys: whether zrpc encrypts what it sends over tcp.
-        device: the device that tensors are on; empty for the CPU.
         namespaces: the network namespace of each worker; default: that of this process.
         timeout: the seconds for all workers to join, and to leave.
+        settings: others of the `WorkerSettings`.
 
     Entering it starts the processes. Leaving it shuts them down gracefully. After an error, or if
     workers don't exit in time, it kills them. `shutdown_errors` reports workers that were too slow.
@@ -77,20 +73,18 @@ class Mesh:
         participant: str,
         workers: int,
         *,
-        forms_mesh: bool = True,
-        tcp: bool = False,
-        keys: bool = False,
-        device: str = "",
         namespaces: Sequence[str] = (),
         timeout: float = 60.0,
+        **settings: Any,
     ) -> None:
         self._starter = starter
-        self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys, device)
-        self._secret = {"ZRPC_SECRET": new_secret()} if keys else {}
+        self._settings = WorkerSettings(participant, workers, **settings)
+        self._secret = {"ZRPC_SECRET": new_secret()} if self._settings.keys else {}
         self._namespaces = namespaces
         self.timeout = timeout
         self._processes: list[_Process] = []
         self.directory = Path()
+        self._paused = False
         self.join_seconds = 0.0
         self.shutdown_errors: list[str] = []
 
@@ -148,11 +142,14 @@ class Mesh:
 
         An idle worker of torch's RPC keeps a processor busy: TensorPipe polls.
         """
+        self._paused = True
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Continues all processes if they are paused."""
-        self._signal(signal.SIGCONT)
+        if self._paused:
+            self._paused = False
+            self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         for process in self._processes:

@@ -127,6 +127,7 @@ class ProcessWorker(Worker):
         # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
         # there is none. Guarded by self._lock, since it is closed when the process exits.
         self._process = -1
+        self._paused = False  # by `pause`: what else has stopped it must show
         self._shown = 0  # how much of the output new_output() has returned
         self._kept_output = ""  # all of the output, after its file was removed
         self._exit: int | None = None
@@ -188,7 +189,8 @@ class ProcessWorker(Worker):
 
     def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; its process keeps running."""
-        self.resume()  # it may be paused
+        if self._paused:
+            self.resume()
         return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
     def ask_for_stacks(self) -> None:
@@ -229,6 +231,7 @@ class ProcessWorker(Worker):
 
     def pause(self) -> None:
         """Pauses the process, and waits until it is paused."""
+        self._paused = True
         self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + _SIGNAL_SECONDS
         while state_of(self.pid) not in ("T", "Z", "") and time.monotonic() < deadline:
@@ -236,6 +239,7 @@ class ProcessWorker(Worker):
 
     def resume(self) -> None:
         """Resumes the process."""
+        self._paused = False
         self._signal(signal.SIGCONT)
 
     def abort(self) -> None:
