@@ -175,12 +175,8 @@ class _Table(_Owned):
 
 class _Stage(_Owned):
     def __init__(self, number: int, last: int) -> None:
-        layers: list[nn.Module] = [
-            nn.Conv2d(1 if number == 1 else 16, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3, padding=1),
-            nn.ReLU(),
-        ]
+        first = nn.Conv2d(1 if number == 1 else 16, 16, 3, padding=1)
+        layers = [first, nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
         if number == last:
             layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, _DIRECTIONS)]
         super().__init__(nn.Sequential(*layers))

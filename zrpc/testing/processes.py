@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -121,8 +121,7 @@ class ProcessWorker(Worker):
         self._shared = shared
         self._restarts = restarts
         self._output_path = shared.home / f"{name}.output" if shared.capture else None
-        self._stacks_path = shared.home / f"{name}.stacks"
-        self._interrupts_path = shared.home / f"{name}.interrupts"
+        self._settings = WorkerSettings(name, rank, shared.spec, shared.home)
         self._pid: int | None = None
         # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
         # there is none. Guarded by self._lock, since it is closed when the process exits.
@@ -183,7 +182,7 @@ class ProcessWorker(Worker):
         with self._lock:
             pending = work in self._pending
         if pending:
-            with open(self._interrupts_path, "a") as file:
+            with self._settings.interrupts_path.open("a") as file:
                 file.write(f"{work.number}\n")
             self._signal(INTERRUPT_SIGNAL)
 
@@ -207,7 +206,7 @@ class ProcessWorker(Worker):
         while time.monotonic() < deadline and (not text or len(text) != size):
             size = len(text)
             time.sleep(_STACKS_SETTLE_SECONDS)
-            text = read_text(self._stacks_path)
+            text = read_text(self._settings.stacks_path)
         return (
             _OUTERMOST.sub("", text)
             or f"none within {_STACKS_SECONDS:g} s; state: {state_of(self._pid)}\n"
@@ -278,19 +277,7 @@ class ProcessWorker(Worker):
         return left
 
     def _task(self, fd: int) -> Task:
-        spec, home = self._shared.spec, self._shared.home
-        settings = WorkerSettings(
-            name=self.name,
-            rank=self.rank,
-            world_size=None if spec.elastic else spec.workers,
-            # A store that is a file needs no port and no server thread in this process, and it
-            # survives the death of any worker.
-            options={"init_method": f"file://{home}/store", **spec.options},
-            socket=fd,
-            stacks_path=str(self._stacks_path),
-            interrupts_path=str(self._interrupts_path),
-            fake_device=_has_fake_device(),
-        )
+        settings = replace(self._settings, socket=fd, fake_device=_has_fake_device())
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
             env={
