@@ -152,7 +152,7 @@ class _WorkerProcess:
         api.init_rpc(
             settings.name,
             rank=settings.rank,
-            world_size=spec.world_size,
+            world_size=None if spec.elastic else spec.workers,
             rpc_backend_options=options,
         )
 

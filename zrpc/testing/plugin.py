@@ -264,7 +264,7 @@ def _interruptible(item: pytest.Item, cleanup: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _leaks_fail() -> Iterator[None]:
-    """Has pytest show leaks without zrpc's stack, which says nothing."""
+    """Makes pytest show leaks without zrpc's stack, which says nothing."""
     from zrpc.testing.leaks import LeakError
 
     try:

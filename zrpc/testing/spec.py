@@ -98,11 +98,6 @@ class MeshSpec:
         )
 
     @property
-    def world_size(self) -> int | None:
-        """The number of workers that must join; None in an elastic mesh."""
-        return None if self.elastic else self.workers
-
-    @property
     def names(self) -> list[str]:
         """The workers' names, by rank."""
         return [f"worker{rank}" for rank in range(self.workers)]

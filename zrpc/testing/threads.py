@@ -34,12 +34,13 @@ def thread_workers(spec: MeshSpec) -> list[Worker]:
     from zrpc.membership.secret import ClusterSecret, new_secret
     from zrpc.options import ZmqRpcBackendOptions
 
+    size = None if spec.elastic else spec.workers
     store, secret = dist.HashStore(), ClusterSecret(new_secret())
 
     def join(name: str, rank: int) -> Agent:
         options = ZmqRpcBackendOptions(**spec.options)
         return join_mesh(
-            name, rank=rank, world_size=spec.world_size, store=store, options=options, secret=secret
+            name, rank=rank, world_size=size, store=store, options=options, secret=secret
         )
 
     return [ThreadWorker(name, rank, join) for rank, name in enumerate(spec.names)]
