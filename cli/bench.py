@@ -30,7 +30,21 @@ def _against(*names: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     )
 
 
-_PLOT = bench_options.file("--plot", "plot_file", "Draw the results to this png, svg or pdf file.")
+def _drawable(ctx: click.Context, param: click.Parameter, path: Path | None) -> Path | None:
+    """Refuses, before minutes of measuring, a plot that could not be drawn afterwards."""
+    if path is not None:
+        from zrpc.bench.plot import can_plot
+
+        if not can_plot():
+            raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
+        if path.suffix not in (".png", ".svg", ".pdf"):
+            raise click.UsageError(f"--plot draws a .png, .svg or .pdf, but got {path.name}")
+    return path
+
+
+_PLOT = bench_options.file(
+    "--plot", "plot_file", "Draw the results to this png, svg or pdf file.", _drawable
+)
 
 
 @click.group(
@@ -98,22 +112,13 @@ def command(
         groups = select(rows, against, device)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--rows") from error
-    _check_installed(against)
-    if tcp and against in ACTOR_LIBRARIES:
-        raise click.UsageError(f"--tcp compares with torch: {against} has no such option")
+    if against in ACTOR_LIBRARIES:
+        _check_actors(against, tcp)
     device = _usable_device(device, against, tcp) if device else ""
-    _check_plot(plot_file)
     if plot_file is not None and against == "nothing":
         raise click.UsageError("--plot draws a comparison: remove --against nothing")
-    settings = Settings(
-        against=None if against == "nothing" else against,
-        rounds=rounds,
-        tcp=tcp,
-        device=device,
-        sampling=Sampling(seconds=seconds),
-        deadline=deadline,
-        mesh_timeout=deadline,
-    )
+    library, sampling = None if against == "nothing" else against, Sampling(seconds=seconds)
+    settings = Settings(library, rounds, tcp, device, sampling, deadline, mesh_timeout=deadline)
     sys.exit(_measure(groups, settings, data_file, plot_file))
 
 
@@ -127,13 +132,15 @@ def _check_no_options(ctx: click.Context, subcommand: str) -> None:
             )
 
 
-def _check_installed(against: str) -> None:
+def _check_actors(against: str, tcp: bool) -> None:
     from zrpc.bench.library import ACTOR_LIBRARIES
 
-    if against in ACTOR_LIBRARIES and find_spec(against) is None:
+    if find_spec(against) is None:
         raise click.UsageError(
             f"--against {against} needs {against}: pip install '{ACTOR_LIBRARIES[against]}'"
         )
+    if tcp:
+        raise click.UsageError(f"--tcp compares with torch: {against} has no such option")
 
 
 def _usable_device(device: str, against: str, tcp: bool) -> str:
@@ -148,18 +155,6 @@ def _usable_device(device: str, against: str, tcp: bool) -> str:
         return check_device(device)
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--device") from error
-
-
-def _check_plot(plot_file: Path | None) -> None:
-    """Refuses, before minutes of measuring, a plot that could not be drawn afterwards."""
-    if plot_file is None:
-        return
-    from zrpc.bench.plot import can_plot
-
-    if not can_plot():
-        raise click.UsageError("--plot needs matplotlib: pip install matplotlib")
-    if plot_file.suffix not in (".png", ".svg", ".pdf"):
-        raise click.UsageError(f"--plot draws a .png, .svg or .pdf, but got {plot_file.name}")
 
 
 def _measure(
@@ -252,7 +247,6 @@ def scale(
     from zrpc.bench.machine import Machine
     from zrpc.bench.session import Sampling
 
-    _check_plot(plot_file)
     machine = str(Machine.this())
     click.echo(machine)
     libraries = ["zrpc"] if against == "nothing" else [against, "zrpc"]
@@ -267,9 +261,8 @@ def scale(
         bench_options.exit_interrupted()
     points += bench.compute(points, compute)
     click.echo(f"\n{bench.as_text(points)}")
-    bench_options.write_data(
-        data_file, {"machine": machine, "points": [vars(point) for point in points]}
-    )
+    data = {"machine": machine, "points": [vars(point) for point in points]}
+    bench_options.write_data(data_file, data)
     if plot_file is not None:
         bench.plot(points, machine, plot_file)
     sys.exit(int(any(point.failed for point in points if point.library == "zrpc")))

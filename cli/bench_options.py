@@ -36,10 +36,12 @@ class _DataFile(click.Path):
 _Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def file(name: str, parameter: str, text: str) -> _Decorator:
-    """Returns an option that names a file to write."""
+def file(
+    name: str, parameter: str, text: str, callback: Callable[..., Path | None] | None = None
+) -> _Decorator:
+    """Returns an option that names a file to write; the callback may refuse it."""
     kind = _DataFile(dir_okay=False, writable=True)
-    return click.option(name, parameter, type=kind, help=text)
+    return click.option(name, parameter, type=kind, help=text, callback=callback)
 
 
 JSON = file("--json", "data_file", "Write the results to this file, as JSON.")

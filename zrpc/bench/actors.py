@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from typing_extensions import override
@@ -62,16 +62,8 @@ class Peer:
         yield from targets.tensors(count, size)
 
 
-class Queue(Protocol):
-    """A queue between processes. Both methods wait until it is done."""
-
-    def put(self, item: Any) -> None: ...
-
-    def get(self) -> Any: ...
-
-
 class _Actors(Protocol):
-    """The peers ``worker1``, ``worker2``, ... of one library."""
+    """The peers ``worker1``, ``worker2``, ... of one library; only Ray has all of these."""
 
     def begin(self, peer: str, method: str, args: Sequence[Any]) -> Callable[[], Any]:
         """Begins to call a method; returns what waits for its result."""
@@ -79,18 +71,14 @@ class _Actors(Protocol):
     def stop(self) -> None:
         """Stops all actors and everything that was started for them."""
 
-
-class _MoreOfActors(_Actors, Protocol):
-    """What not all libraries have."""
-
     def call_all(self, peers: Sequence[str], method: str, args: Sequence[Any]) -> list[Any]:
         """Calls a method on several peers, with the same arguments; returns the results."""
 
     def stream(self, peer: str, method: str, args: Sequence[Any]) -> Iterator[Any]:
         """Returns the items of a method that is a generator."""
 
-    def queue(self) -> Queue:
-        """Makes a queue."""
+    def queue(self) -> Any:
+        """Makes a queue between processes. Its ``put`` and ``get`` wait until it is done."""
 
     def compiled(
         self, peer: str, method: str, size: int
@@ -121,18 +109,16 @@ class _Ray:
     def call_all(self, peers: Sequence[str], method: str, args: Sequence[Any]) -> list[Any]:
         stored = [self._ray.put(each) for each in args]
         found = [getattr(self._peers[peer], method).remote(*stored) for peer in peers]
-        results: list[Any] = self._ray.get(found)
-        return results
+        return list(self._ray.get(found))
 
     def stream(self, peer: str, method: str, args: Sequence[Any]) -> Iterator[Any]:
         streaming = getattr(self._peers[peer], method).options(num_returns="streaming")
         return map(self._ray.get, streaming.remote(*args))
 
-    def queue(self) -> Queue:
-        from ray.util.queue import Queue as RayQueue
+    def queue(self) -> Any:
+        from ray.util.queue import Queue
 
-        made: Queue = RayQueue(actor_options={"num_cpus": 0})
-        return made
+        return Queue(actor_options={"num_cpus": 0})
 
     @contextmanager
     def compiled(self, peer: str, method: str, size: int) -> Iterator[Callable[[Any], Any]]:
@@ -223,7 +209,7 @@ def _unpickled(data: bytes | None) -> Any:
     return None if data is None else pickle.loads(data)
 
 
-_KINDS: dict[str, Callable[[int, str], _Actors]] = {
+_KINDS: dict[str, Callable[[int, str], Any]] = {
     "ray": _Ray,
     "monarch": lambda workers, directory: _Monarch(workers),
     "rpyc": lambda workers, directory: _Rpyc(workers),
@@ -231,54 +217,26 @@ _KINDS: dict[str, Callable[[int, str], _Actors]] = {
 
 
 @dataclass(frozen=True)
-class _Reference:
-    """A reference to an actor, as an RRef is one to an object."""
+class _Methods:
+    """The methods of an actor: each is called by its name, with its arguments."""
 
-    _rpc: _Rpc
-    _peer: str
-
-    def rpc_sync(self) -> Any:
-        return self
-
-    def rpc_async(self) -> _Futures:
-        return _Futures(self._rpc, self._peer)
+    _call: Callable[[str, Sequence[Any]], Any]
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *args: self._rpc.begin(self._peer, method, args)()
-
-
-@dataclass(frozen=True)
-class _Futures:
-    """A reference whose methods return futures."""
-
-    _rpc: _Rpc
-    _peer: str
-
-    def __getattr__(self, method: str) -> Callable[..., Any]:
-        return lambda *args: SimpleNamespace(wait=self._rpc.begin(self._peer, method, args))
-
-
-@dataclass(frozen=True)
-class _SyncQueue:
-    """A queue as an RRef refers to it."""
-
-    _queue: Queue
-
-    def rpc_sync(self) -> Queue:
-        return self._queue
+        return lambda *args: self._call(method, args)
 
 
 class _Rpc:
     """The functions of an RPC module. A call of a function is one of the method of that name."""
 
     def __init__(self, actors: _Actors) -> None:
+        self._actors = actors
         self.begin = actors.begin
-        self._more = cast("_MoreOfActors", actors)
 
     def rpc_sync(self, to: Any, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
         if isinstance(to, str):
             return self.begin(to, func.__name__, args)()
-        return self._more.call_all(to, func.__name__, args)
+        return self._actors.call_all(to, func.__name__, args)
 
     def group(self, members: Sequence[str]) -> Sequence[str]:
         return members
@@ -286,19 +244,22 @@ class _Rpc:
     def compiled(
         self, to: str, func: Callable[..., Any], size: int
     ) -> AbstractContextManager[Callable[[Any], Any]]:
-        return self._more.compiled(to, func.__name__, size)
+        return self._actors.compiled(to, func.__name__, size)
 
     def rpc_stream(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
-        return self._more.stream(to, func.__name__, args)
+        return self._actors.stream(to, func.__name__, args)
 
     def rpc_async(self, to: str, func: Callable[..., Any], args: Sequence[Any] = ()) -> Any:
         return SimpleNamespace(wait=self.begin(to, func.__name__, args))
 
     def remote(self, to: str, func: type[Any]) -> Any:
         if func is zrpc.Queue:
-            return _SyncQueue(self._more.queue())
+            queue = self._actors.queue()
+            return SimpleNamespace(rpc_sync=lambda: queue)
         self.begin(to, "reset", ())()
-        return _Reference(self, to)
+        sync = _Methods(lambda method, args: self.begin(to, method, args)())
+        later = _Methods(lambda method, args: SimpleNamespace(wait=self.begin(to, method, args)))
+        return SimpleNamespace(rpc_sync=lambda: sync, rpc_async=lambda: later)
 
 
 @dataclass

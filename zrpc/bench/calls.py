@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -74,15 +74,16 @@ def nested(session: Session, hops: int) -> Sample:
 def pipelined(session: Session) -> Sample:
     """Makes many empty calls from one thread before it waits for them."""
     count = session.sampling.scaled(_CALLS_PER_BATCH)
-    return session.sampling.rate(lambda: _call_at_once(session, count), count)
+    return session.sampling.rate(lambda: call_at_once(session, count), count)
 
 
 def in_flight(session: Session, count: int) -> Sample:
     """Makes ``count`` empty calls before it waits for them; the time of each."""
-    return session.sampling.time(lambda: _call_at_once(session, count)).divided(count)
+    return session.sampling.time(lambda: call_at_once(session, count)).divided(count)
 
 
-def _call_at_once(session: Session, count: int) -> None:
+def call_at_once(session: Session, count: int) -> None:
+    """Makes ``count`` empty calls, then waits for them."""
     for future in [session.rpc.rpc_async(PEER, targets.nothing) for _ in range(count)]:
         future.wait()
 
@@ -96,22 +97,10 @@ def threads(session: Session, number: int) -> Sample:
         for _ in range(each):
             rpc_sync(PEER, targets.nothing)
 
-    failures: list[BaseException] = []
-
-    def guarded() -> None:
-        try:
-            calls()
-        except BaseException as error:
-            failures.append(error)
-
     def batch() -> None:
-        callers = [threading.Thread(target=guarded) for _ in range(number)]
-        for caller in callers:
-            caller.start()
-        for caller in callers:
-            caller.join()
-        if failures:
-            raise failures[0]
+        with ThreadPoolExecutor(number) as pool:
+            for calling in [pool.submit(calls) for _ in range(number)]:
+                calling.result()
 
     return session.sampling.rate(batch, each * number)
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from zrpc.bench import targets
 from zrpc.bench.autograd import training_step
+from zrpc.bench.calls import call_at_once
 from zrpc.bench.machine import read_kib
 from zrpc.bench.session import PEER, Sample, Session
 
@@ -66,9 +67,7 @@ def after_calls(session: Session, count: int) -> Sample:
     """Measures it after ``count`` empty calls, at most 100 of them in flight."""
     count = session.sampling.scaled(count)
     for start in range(0, count, _MAX_IN_FLIGHT):
-        number = min(_MAX_IN_FLIGHT, count - start)
-        for future in [session.rpc.rpc_async(PEER, targets.nothing) for _ in range(number)]:
-            future.wait()
+        call_at_once(session, min(_MAX_IN_FLIGHT, count - start))
     return after_start(session)
 
 
@@ -83,11 +82,9 @@ def threads(session: Session) -> Sample:
 
 
 def _entries_of(directory: str) -> Sample:
-    count = len(os.listdir(directory))
-    return Sample(count, count, 1)
+    return Sample.single(len(os.listdir(directory)))
 
 
 def private_memory(session: Session) -> Sample:
     """Measures the memory that worker 0 shares with no other process, in bytes."""
-    size = read_kib("/proc/self/smaps_rollup", "Private_Clean", "Private_Dirty")
-    return Sample(size, size, 1)
+    return Sample.single(read_kib("/proc/self/smaps_rollup", "Private_Clean", "Private_Dirty"))

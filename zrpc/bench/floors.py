@@ -5,25 +5,18 @@ Both are measured in turn, A B A B, so what else the machine does has little inf
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
 from zrpc.bench import targets
 from zrpc.bench.references import actor_of
-from zrpc.bench.session import PEER, Sample, Session
+from zrpc.bench.session import PEER, Sample, Session, seconds_of
 from zrpc.bench.tensors import ELEMENT_BYTES, WEIGHTS
 
 _CALLS_PER_BATCH = 100
 # Before that, segments of shared memory are new to the publisher or to its reader.
 _FIRST_PUSHES = 4
-
-
-def _seconds(operation: Callable[[], object]) -> float:
-    begun = time.perf_counter()
-    operation()
-    return time.perf_counter() - begun
 
 
 def actor_call(session: Session) -> Sample:
@@ -33,14 +26,13 @@ def actor_call(session: Session) -> Sample:
     count = session.sampling.scaled(_CALLS_PER_BATCH)
 
     def calls(of: Callable[[], object]) -> float:
-        return sorted(_seconds(of) for _ in range(count))[count // 2]
+        return sorted(seconds_of(of) for _ in range(count))[count // 2]
 
-    return session.sampling.of_batches(
-        lambda: (
-            calls(lambda: actor.rpc_sync().increment())
-            / calls(lambda: plain.rpc_sync().increment())
-        )
-    )
+    def ratio() -> float:
+        least = calls(lambda: plain.rpc_sync().increment())
+        return calls(lambda: actor.rpc_sync().increment()) / least
+
+    return session.sampling.of_batches(ratio)
 
 
 def group_call(session: Session, size: int) -> Sample:
@@ -59,7 +51,7 @@ def group_call(session: Session, size: int) -> Sample:
 
     least()
     sent()
-    return session.sampling.of_batches(lambda: _seconds(sent) / _seconds(least))
+    return session.sampling.of_batches(lambda: seconds_of(sent) / seconds_of(least))
 
 
 def push(session: Session, size: int) -> Sample:
@@ -79,10 +71,11 @@ def _versions(session: Session, size: int) -> tuple[Sample, Sample]:
     with rpc.nn.publish(WEIGHTS, model) as published:
 
         def once() -> float:
-            seconds = _seconds(published.push) / _seconds(lambda: targets.copy_model(model, copy))
+            push = seconds_of(published.push)
+            least = seconds_of(lambda: targets.copy_model(model, copy))
             arguments = WEIGHTS, number, published.version
             loads.append(rpc.rpc_sync(PEER, targets.time_of_load, args=arguments))
-            return seconds
+            return push / least
 
         for _ in range(_FIRST_PUSHES):
             once()

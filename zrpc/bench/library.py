@@ -10,14 +10,40 @@ LIBRARIES = ("torch", "zrpc")
 # Those that have actors in place of RPC; by name, what to install. See `zrpc.bench.actors`.
 ACTOR_LIBRARIES = {"ray": "ray>=2.40", "monarch": "torchmonarch>=0.7", "rpyc": "rpyc>=6"}
 EVERY_LIBRARY = (*LIBRARIES, *ACTOR_LIBRARIES)
-_MODULES = {
-    "torch": ("torch.distributed.rpc", "torch.distributed.autograd"),
-    "zrpc": ("zrpc", "zrpc.autograd"),
-}
-# Loaded when they are used: torch's takes a while.
-_OPTIMIZERS = {"torch": "torch.distributed.optim", "zrpc": "zrpc.optim"}
+# By library: the module with its calls, and the package of those with the rest.
+_MODULES = {"torch": ("torch.distributed.rpc", "torch.distributed"), "zrpc": ("zrpc", "zrpc")}
 # The library that this process has joined a mesh with; set once, in the main thread.
 _current: Library | None = None
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """The settings of a worker process that is measured.
+
+    Attributes:
+        participant: a library's name, or ``limit``.
+        workers: the number of workers; their names are ``worker`` and the rank.
+        forms_mesh: whether they form a mesh.
+        tcp: whether to use only tcp.
+        keys: whether zrpc encrypts what it sends over tcp. torch can't.
+        device: the device that tensors of all workers are on; empty for the CPU.
+        rank: the worker's rank.
+        namespace: the network namespace that the worker enters; empty for none.
+        directory: the mesh's directory, with the store for the rendezvous; empty if a launcher has
+            set the variables for that.
+        socket: the descriptor of the socket for requests and replies.
+    """
+
+    participant: str
+    workers: int
+    forms_mesh: bool = True
+    tcp: bool = False
+    keys: bool = False
+    device: str = ""
+    rank: int = 0
+    namespace: str = ""
+    directory: str = ""
+    socket: int = -1
 
 
 @dataclass
@@ -34,42 +60,24 @@ class Library:
     rpc: Any = field(repr=False)
     autograd: Any = field(repr=False)
 
-    def join(
-        self,
-        rank: int,
-        workers: int,
-        *,
-        tcp: bool,
-        keys: bool = False,
-        device: str = "",
-        init_method: str = "env://",
-    ) -> None:
-        """Joins this process to a mesh, with the library's default options.
-
-        Args:
-            rank: this worker's rank; its name is ``worker`` and the rank.
-            workers: the number of workers.
-            tcp: whether to use only tcp.
-            keys: whether zrpc encrypts what it sends over tcp. torch can't.
-            device: the device that tensors of all workers are on; empty for the CPU.
-            init_method: the rendezvous of the workers.
-        """
+    def join(self, settings: WorkerSettings) -> None:
+        """Joins this process to a mesh, with the library's default options."""
         global _current
-        arguments: dict[str, Any] = {"init_method": init_method}
+        rank, workers, device = settings.rank, settings.workers, settings.device
+        place = f"file://{settings.directory}/store" if settings.directory else "env://"
+        arguments: dict[str, Any] = {"init_method": place}
         if device:
             others = [f"worker{other}" for other in range(workers) if other != rank]
             arguments.update(device_maps={other: {device: device} for other in others})
-        if self.name == "zrpc":
-            options = self.rpc.ZmqRpcBackendOptions
-            if tcp:
-                arguments.update(transport="tcp")
-            if tcp and not keys:
-                # torch does not encrypt, and this compares transports, not ciphers.
-                arguments.update(security="none")
-        else:
+        if self.name == "torch":
             options = self.rpc.TensorPipeRpcBackendOptions
-            if tcp:
-                arguments.update(_transports=["uv"], _channels=["basic"])
+            over_tcp: dict[str, Any] = {"_transports": ["uv"], "_channels": ["basic"]}
+        else:
+            options = self.rpc.ZmqRpcBackendOptions
+            # torch does not encrypt, and this compares transports, not ciphers.
+            over_tcp = {"transport": "tcp", **({} if settings.keys else {"security": "none"})}
+        if settings.tcp:
+            arguments |= over_tcp
         self.rpc.init_rpc(
             f"worker{rank}",
             rank=rank,
@@ -81,7 +89,8 @@ class Library:
     @property
     def optim(self) -> Any:
         """Its module with ``DistributedOptimizer``."""
-        return importlib.import_module(_OPTIMIZERS[self.name])
+        # Loaded when it is used: torch's takes a while.
+        return importlib.import_module(f"{_MODULES[self.name][1]}.optim")
 
     def leave(self) -> None:
         """Leaves the mesh, together with all other workers."""
@@ -90,8 +99,10 @@ class Library:
 
 def load(name: str) -> Library:
     """Imports and returns the library of that name, and no other."""
-    rpc, autograd = _MODULES[name]
-    return Library(name, importlib.import_module(rpc), importlib.import_module(autograd))
+    rpc, package = _MODULES[name]
+    return Library(
+        name, importlib.import_module(rpc), importlib.import_module(f"{package}.autograd")
+    )
 
 
 def current() -> Library:

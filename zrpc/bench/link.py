@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zrpc.bench.mesh import Mesh, MeshError
 from zrpc.bench.namespaces import ADDRESSES, two_namespaces
+from zrpc.bench.result import Spread
 from zrpc.bench.run import warm_starter
 from zrpc.bench.session import Sampling
 from zrpc.bench.table import align_columns
@@ -90,42 +90,37 @@ def _raw_speed(names: Sequence[str], failures: list[str]) -> list[float]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert server.stdout is not None
-    try:
-        for line in server.stdout:
-            if "listening" in line:
-                break
-        client = ["--client", ADDRESSES[1], "--time", str(_RAW_SECONDS), "--json"]
-        done = subprocess.run(
-            [*here, *client], capture_output=True, text=True, timeout=_RAW_LIMIT_SECONDS, check=True
-        )
-        return [json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8]
-    except (subprocess.SubprocessError, ValueError, KeyError) as error:
-        failures.append(f"{RAW}: {error}")
-        return []
-    finally:
-        server.kill()
-        server.wait()
-        server.stdout.close()
+    client = ["--client", ADDRESSES[1], "--time", str(_RAW_SECONDS), "--json"]
+    with server:
+        try:
+            for line in server.stdout or ():
+                if "listening" in line:
+                    break
+            done = subprocess.run(
+                [*here, *client], capture_output=True, timeout=_RAW_LIMIT_SECONDS, check=True
+            )
+            return [json.loads(done.stdout)["end"]["sum_received"]["bits_per_second"] / 8]
+        except (subprocess.SubprocessError, ValueError, KeyError) as error:
+            failures.append(f"{RAW}: {error}")
+            return []
+        finally:
+            server.kill()
 
 
 def as_text(speeds: Speeds) -> str:
     """Returns a table of the medians in MB/s with the slowest and the fastest round."""
     lines = [["MB/s", *WAYS, "cost of keys"]]
     for size in SIZES:
-        found = [speeds.tensors.get((way, size), []) for way in WAYS]
-        plain, encrypted = found[1:]
-        cost = "-"
-        if plain and encrypted:
-            cost = f"{statistics.median(plain) / statistics.median(encrypted):.2f} times"
+        found = [Spread.of(speeds.tensors.get((way, size), ())) for way in WAYS]
+        _, plain, encrypted = found
+        cost = f"{plain.median / encrypted.median:.2f} times" if plain and encrypted else "-"
         lines.append([f"{size >> 20} MiB", *map(_cell, found), cost])
-    raw = f"raw TCP ({RAW}): {_cell(speeds.raw)} MB/s"
+    raw = f"raw TCP ({RAW}): {_cell(Spread.of(speeds.raw))} MB/s"
     failures = [f"* {failure}" for failure in dict.fromkeys(speeds.failures)]
     return "\n".join([align_columns(lines), "", raw, *failures])
 
 
-def _cell(values: Sequence[float]) -> str:
-    if not values:
+def _cell(found: Spread | None) -> str:
+    if found is None:
         return "failed"
-    middle, low, high = statistics.median(values), min(values), max(values)
-    return f"{middle / 1e6:.0f} ({low / 1e6:.0f} to {high / 1e6:.0f})"
+    return f"{found.median / 1e6:.0f} ({found.low / 1e6:.0f} to {found.high / 1e6:.0f})"

@@ -7,6 +7,8 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import version
 
+from zrpc.testing.procfs import read_text
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -31,10 +33,9 @@ class Machine:
         """Returns the machine that this process runs on."""
         import zmq
 
+        model = read_field("/proc/cpuinfo", "model name")
         return cls(
-            processor=read_field("/proc/cpuinfo", "model name")
-            or platform.processor()
-            or "unknown",
+            processor=model or platform.processor() or "unknown",
             cores=len(os.sched_getaffinity(0)),
             memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             system=f"{platform.system()} {platform.release()}",
@@ -61,12 +62,8 @@ def read_kib(path: str, *names: str) -> int:
 
 def read_field(path: str, name: str) -> str | None:
     """Returns the first field of that name in a file of /proc, or None if there is none."""
-    try:
-        with open(path) as file:
-            for line in file:
-                key, _, value = line.partition(":")
-                if key.strip() == name:
-                    return value.strip()
-    except OSError:
-        pass
+    for line in read_text(path).splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
     return None

@@ -12,19 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from zrpc.bench.library import ACTOR_LIBRARIES
+from zrpc.bench.library import ACTOR_LIBRARIES, WorkerSettings
 from zrpc.bench.namespaces import CABLE
 from zrpc.bench.session import Sample, Sampling
-from zrpc.bench.worker import WorkerSettings
 from zrpc.launch import LaunchError, Starter, Task
 from zrpc.membership.secret import new_secret
 from zrpc.testing.served import send_request, start_serving
-
-if TYPE_CHECKING:
-    from typing import Self
-
 
 _EXIT_SECONDS = 5.0
 
@@ -35,6 +30,12 @@ class MeshError(Exception):
 
 class HungError(MeshError):
     """There was no reply before the deadline."""
+
+
+def environment() -> dict[str, str]:
+    """Returns the variables of all measured processes, and of those that fork them."""
+    # Launchers set this too. torch reads it when it is loaded.
+    return {"OMP_NUM_THREADS": "1", **os.environ}
 
 
 @dataclass
@@ -52,12 +53,9 @@ class Mesh:
         starter: starts the processes.
         participant: a library's name, or ``limit``.
         workers: the number of workers.
-        forms_mesh: whether they form a mesh.
-        tcp: whether to use only tcp.
-        keys: whether zrpc encrypts what it sends over tcp.
-        device: the device that tensors are on; empty for the CPU.
         namespaces: the network namespace of each worker; default: that of this process.
         timeout: the seconds for all workers to join, and to leave.
+        settings: others of the `WorkerSettings`.
 
     Entering it starts the processes. Leaving it shuts them down gracefully. After an error, or if
     workers don't exit in time, it kills them. `shutdown_errors` reports workers that were too slow.
@@ -75,16 +73,13 @@ class Mesh:
         participant: str,
         workers: int,
         *,
-        forms_mesh: bool = True,
-        tcp: bool = False,
-        keys: bool = False,
-        device: str = "",
         namespaces: Sequence[str] = (),
         timeout: float = 60.0,
+        **settings: Any,
     ) -> None:
         self._starter = starter
-        self._settings = WorkerSettings(participant, workers, forms_mesh, tcp, keys, device)
-        self._secret = {"ZRPC_SECRET": new_secret()} if keys else {}
+        self._settings = WorkerSettings(participant, workers, **settings)
+        self._secret = {"ZRPC_SECRET": new_secret()} if self._settings.keys else {}
         self._namespaces = namespaces
         self.timeout = timeout
         self._processes: list[_Process] = []
@@ -162,11 +157,11 @@ class Mesh:
                 self._starter.send_signal(process.pid, number)
 
     def _join(self) -> None:
+        together = [self._processes]
         if self._settings.participant == "limit":  # the echo first: its endpoint must be known
-            for process in reversed(self._processes):
-                self._request_all([process], "join")
-        else:
-            self._request_all(self._processes, "join")
+            together = [[process] for process in reversed(self._processes)]
+        for processes in together:
+            self._request_all(processes, "join")
 
     def _request_all(self, processes: list[_Process], request: str) -> None:
         for process in processes:
@@ -178,16 +173,14 @@ class Mesh:
     ) -> list[Any]:
         """Returns the replies of some processes; fails if any other process dies meanwhile."""
         replies: dict[int, Any] = {}
-        by_connection = {process.connection: process for process in self._processes}
+        waiting: dict[Any, _Process] = {each.connection: each for each in self._processes}
         end = time.monotonic() + deadline
         while len(replies) < len(processes):
             left = end - time.monotonic()
-            ready = wait(list(by_connection), max(0.0, left)) if left > 0 else []
+            ready = wait(list(waiting), left) if left > 0 else []
             if not ready:
                 raise HungError(f"{failed} within {deadline:g} s")
-            for connection in ready:
-                assert isinstance(connection, Connection)
-                process = by_connection.pop(connection)
+            for process in map(waiting.pop, ready):
                 replies[process.rank] = self._receive(process)
         return [replies[process.rank] for process in processes]
 
@@ -222,14 +215,9 @@ class Mesh:
         settings = replace(
             self._settings, rank=rank, namespace=namespace, directory=directory, socket=fd
         )
-        return Task.function("zrpc.bench.worker:main", settings).within(
-            env={
-                "OMP_NUM_THREADS": "1",  # launchers set this too
-                **os.environ,
-                "ZRPC_RUNTIME_DIR": str(self.directory),
-                **self._network_variables(),
-            }
-        )
+        variables = {"ZRPC_RUNTIME_DIR": directory, **self._network_variables()}
+        task = Task.function("zrpc.bench.worker:main", settings)
+        return task.within(env=environment() | variables)
 
     def _network_variables(self) -> dict[str, str]:
         """Returns the variables that choose the interface, and the secret for the keys."""

@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-from zrpc.bench.result import RowResult, Spread
+from zrpc.bench.result import Spread
 from zrpc.bench.run import Run
 
 _FASTER = "#2a7f62"
@@ -60,7 +60,11 @@ def plot(run: Run, caption: str, path: Path) -> None:
     axes = figure.add_subplot()
     for place, (result, spread) in enumerate(rows):
         axes.text(1, place - 0.27, result.row.name, va="bottom", fontsize=8.5, color=_INK)
-        _draw(axes, place, result, spread, against)
+        if spread is None:
+            failed = [name for name in (against, "zrpc") if result.failures(name)]
+            text = f"{' and '.join(failed)} failed" if failed else "not compared"
+            axes.text(1.05, place, text, va="center", fontsize=8, color=_INK)
+    _draw_bars(axes, {place: spread for place, (_, spread) in enumerate(rows) if spread})
     axes.set_yticks([])
     axes.set_ylim(len(rows) - 0.5, -1)
     axes.set_xscale("log", base=2)
@@ -74,27 +78,17 @@ def plot(run: Run, caption: str, path: Path) -> None:
     save(figure, caption, path)
 
 
-def _draw(axes: Any, place: int, result: RowResult, spread: Spread | None, against: str) -> None:
-    if spread is None:
-        failed = [name for name in (against, "zrpc") if result.failures(name)]
-        text = f"{' and '.join(failed)} failed" if failed else "not compared"
-        axes.text(1.05, place, text, va="center", fontsize=8, color=_INK)
-        return
-    axes.barh(
-        place,
-        spread.median - 1,
+def _draw_bars(axes: Any, spreads: dict[int, Spread]) -> None:
+    medians = [each.median for each in spreads.values()]
+    errors = [(each.median - each.low, each.high - each.median) for each in spreads.values()]
+    bars = axes.barh(
+        list(spreads),
+        [median - 1 for median in medians],
         left=1,
         height=0.4,
-        color=_FASTER if spread.median >= 1 else _SLOWER,
-        xerr=[[spread.median - spread.low], [spread.high - spread.median]],
+        color=[_FASTER if median >= 1 else _SLOWER for median in medians],
+        xerr=list(zip(*errors, strict=True)) or None,
         error_kw={"ecolor": _INK, "elinewidth": 1, "capsize": 2},
     )
-    axes.annotate(
-        f"{spread.median:.1f}",
-        (max(spread.high, 1), place),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        color=_INK,
-    )
+    labels = [f"{median:.1f}" for median in medians]
+    axes.bar_label(bars, labels, padding=4, fontsize=8, color=_INK)

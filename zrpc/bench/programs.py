@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional
+from typing_extensions import override
 
 from zrpc.bench import library
 from zrpc.bench.calls import check
@@ -27,16 +28,7 @@ _STATE, _ACTIONS = 4, 2
 
 def parameter_server(session: Session) -> Sample:
     """Trains a network on all other workers at once, as ``examples/async_parameter_server.py``."""
-    server = _ParameterServer()
-    reference = session.rpc.RRef(server)
-    updates = session.sampling.scaled(_UPDATES_PER_TRAINER)
-
-    def batch() -> None:
-        expected = server.updates + updates * (session.workers - 1)
-        session.call_others(_train, (reference, updates))
-        check("the number of updates", server.updates, expected)
-
-    return session.sampling.rate(batch, updates * (session.workers - 1))
+    return _rate_of_others(session, _train, _ParameterServer(), _UPDATES_PER_TRAINER)
 
 
 def rnn(session: Session) -> Sample:
@@ -85,16 +77,22 @@ def reinforcement(session: Session) -> Sample:
 
     ``examples/reinforce_cartpole.py`` does the same.
     """
-    agent = _Agent()
-    reference = session.rpc.RRef(agent)
-    steps = session.sampling.scaled(_PLAYED_STEPS)
+    return _rate_of_others(session, _play, _Agent(), _PLAYED_STEPS)
 
-    def episodes() -> None:
-        expected = agent.rewards + steps * (session.workers - 1)
-        session.call_others(_play, (reference, steps))
-        check("the number of rewards", agent.rewards, expected)
 
-    return session.sampling.rate(episodes, steps * (session.workers - 1))
+def _rate_of_others(
+    session: Session, work: Callable[[Any, int], None], owner: _ParameterServer | _Agent, each: int
+) -> Sample:
+    """Measures how often all other workers get something done at an object of this one."""
+    reference, each = session.rpc.RRef(owner), session.sampling.scaled(each)
+    count = each * (session.workers - 1)
+
+    def batch() -> None:
+        expected = owner.done + count
+        session.call_others(work, (reference, each))
+        check("the number of what was done", owner.done, expected)
+
+    return session.sampling.rate(batch, count)
 
 
 def _time_steps(
@@ -125,8 +123,8 @@ def _network() -> nn.Sequential:
 
 class _ParameterServer:
     def __init__(self) -> None:
-        self.updates = 0
-        # Guards the parameters and `updates`.
+        self.done = 0
+        # Guards the parameters and `done`.
         self._lock = threading.Lock()
         self._parameters = list(_network().parameters())
         self._optimizer = torch.optim.Adagrad(self._parameters, _LEARNING_RATE)
@@ -140,7 +138,7 @@ class _ParameterServer:
             for parameter, gradient in zip(self._parameters, gradients, strict=True):
                 parameter.grad = gradient
             self._optimizer.step()
-            self.updates += 1
+            self.done += 1
 
 
 def _train(server: Any, updates: int) -> None:
@@ -159,47 +157,43 @@ def _train(server: Any, updates: int) -> None:
 class _Owned:
     """A module on the worker that owns it."""
 
-    module: nn.Module
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
 
     def parameters(self) -> list[Any]:
-        return [library.current().rpc.RRef(each) for each in self.module.parameters()]
+        return [library.current().rpc.RRef(each) for each in self._module.parameters()]
+
+    def forward(self, values: Any) -> torch.Tensor:
+        return self._module(values)  # type: ignore[no-any-return]
 
 
 class _Table(_Owned):
     def __init__(self, name: str) -> None:
         embed = name == "embed"
-        self.module = nn.Embedding(_WORDS, _WIDTH) if embed else nn.Linear(_WIDTH, _WORDS)
-
-    def forward(self, values: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.module(values)
-        return result
+        super().__init__(nn.Embedding(_WORDS, _WIDTH) if embed else nn.Linear(_WIDTH, _WORDS))
 
 
 class _Stage(_Owned):
     def __init__(self, number: int, last: int) -> None:
-        layers: list[nn.Module] = [
-            nn.Conv2d(1 if number == 1 else 16, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 16, 3, padding=1),
-            nn.ReLU(),
-        ]
+        first = nn.Conv2d(1 if number == 1 else 16, 16, 3, padding=1)
+        layers = [first, nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()]
         if number == last:
             layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, _DIRECTIONS)]
-        self.module = nn.Sequential(*layers)
+        super().__init__(nn.Sequential(*layers))
         # Computing the pieces one after the other is faster than all at once.
         self._lock = threading.Lock()
 
-    def forward(self, images: Any) -> torch.Tensor:
-        values = images.to_here()
+    @override
+    def forward(self, values: Any) -> torch.Tensor:
+        images = values.to_here()
         with self._lock:
-            result: torch.Tensor = self.module(values)
-        return result
+            return super().forward(images)
 
 
 class _Agent:
     def __init__(self) -> None:
-        self.rewards = 0
-        # Guards `rewards`.
+        self.done = 0
+        # Guards `done`.
         self._lock = threading.Lock()
         self._policy = nn.Sequential(nn.Linear(_STATE, 64), nn.Tanh(), nn.Linear(64, _ACTIONS))
 
@@ -209,7 +203,7 @@ class _Agent:
 
     def report_reward(self, reward: float) -> None:
         with self._lock:
-            self.rewards += 1
+            self.done += 1
 
 
 def _play(agent: Any, steps: int) -> None:

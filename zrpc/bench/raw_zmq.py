@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from typing import Any
 
@@ -13,44 +12,42 @@ _ZERO_COPY_BYTES = 256 * 1024
 _RECEIVE_TIMEOUT_MS = 30_000
 
 
-class RawEcho:
-    """Worker 1 of a mesh that measures limits: a thread that answers every message.
+def start_echo(address: str) -> str:
+    """Starts worker 1 of a mesh that measures limits: a thread that answers every message.
 
-    It sends back the first frame of each message.
+    It sends back the first frame of each message, until the process exits.
 
     Args:
         address: the address to listen on, ``ipc://…`` or ``tcp://127.0.0.1:*``.
-    """
 
-    def __init__(self, address: str) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        socket = _without_limits(self._context.socket(zmq.ROUTER))
-        socket.bind(address)
-        self.endpoint: str = socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        threading.Thread(target=_answer, args=(socket,), daemon=True).start()
+    Returns:
+        The endpoint to connect to.
+    """
+    socket = _new_socket(zmq.ROUTER)
+    socket.bind(address)
+    endpoint = socket.getsockopt_string(zmq.LAST_ENDPOINT)
+    threading.Thread(target=_answer, args=(socket,), daemon=True).start()
+    return endpoint
 
 
 def _answer(socket: zmq.Socket[Any]) -> None:
-    """Answers messages until the process exits."""
-    with contextlib.suppress(zmq.ContextTerminated), socket:
-        while True:
-            # A large frame is sent back as a view, without a copy.
-            sender, first, *_ = socket.recv_multipart(copy=False)
-            copied = len(first) < _ZERO_COPY_BYTES
-            answer: Any = first.bytes if copied else first
-            socket.send_multipart([sender.bytes, answer], copy=copied)
+    while True:
+        # A large frame is sent back as a view, without a copy.
+        sender, first, *_ = socket.recv_multipart(copy=False)
+        copied = len(first) < _ZERO_COPY_BYTES
+        answer: Any = first.bytes if copied else first
+        socket.send_multipart([sender.bytes, answer], copy=copied)
 
 
 class RawPeer:
     """Worker 0 of a mesh that measures limits.
 
     Args:
-        endpoint: the endpoint of the `RawEcho`.
+        endpoint: what `start_echo` has returned on worker 1.
     """
 
     def __init__(self, endpoint: str) -> None:
-        self._context: zmq.Context[Any] = zmq.Context()
-        self._socket = _without_limits(self._context.socket(zmq.DEALER))
+        self._socket = _new_socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, _RECEIVE_TIMEOUT_MS)
         self._socket.connect(endpoint)
 
@@ -73,8 +70,8 @@ class RawPeer:
             self._socket.recv()
 
 
-def _without_limits(socket: zmq.Socket[Any]) -> zmq.Socket[Any]:
-    socket.setsockopt(zmq.SNDHWM, 0)
-    socket.setsockopt(zmq.RCVHWM, 0)
+def _new_socket(kind: int) -> zmq.Socket[Any]:
+    socket: zmq.Socket[Any] = zmq.Context.instance().socket(kind)
+    socket.set_hwm(0)  # no limit
     socket.setsockopt(zmq.LINGER, 0)
     return socket

@@ -24,14 +24,16 @@ def remote_to_here(session: Session) -> Sample:
 
 def method(session: Session) -> Sample:
     """Calls a method of an object on the peer."""
-    counter = session.rpc.remote(PEER, targets.Counter)
-    check("the count", counter.rpc_sync().increment(), 1)
-    return session.sampling.time(lambda: counter.rpc_sync().increment())
+    return _increments(session, targets.Counter)
 
 
 def actor_call(session: Session) -> Sample:
     """Calls a method of an actor on the peer."""
-    counter = session.rpc.remote(PEER, actor_of(session))
+    return _increments(session, actor_of(session))
+
+
+def _increments(session: Session, counted: Any) -> Sample:
+    counter = session.rpc.remote(PEER, counted)
     check("the count", counter.rpc_sync().increment(), 1)
     return session.sampling.time(lambda: counter.rpc_sync().increment())
 

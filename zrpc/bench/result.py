@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from zrpc.bench.row import Row
@@ -56,12 +57,11 @@ class RowResult:
 
     def spread(self, participant: str) -> Spread | None:
         """Returns the spread over the rounds in which a participant succeeded, or None."""
-        return Spread.of(value for value in self._values(participant) if value is not None)
+        return Spread.of(each.value for each in self._samples(participant))
 
     def more(self, participant: str) -> dict[str, float]:
         """Returns the other counts of a participant's last success."""
-        outcomes = self.outcomes.get(participant, [])
-        return next((each.more for each in outcomes[::-1] if isinstance(each, Sample)), {})
+        return next((each.more for each in self._samples(participant)[::-1]), {})
 
     def failures(self, participant: str) -> list[Failure]:
         """Returns the failures of a participant."""
@@ -83,21 +83,18 @@ class RowResult:
             if limit is None:
                 return None
             base = limit.median
-        pairs = _whole_pairs(self._values(other), self._values(than))
-        above = [(first - base, second - base) for first, second in pairs]
+        # An interrupted run may have measured only one of the two in its last round.
+        pairs = zip(self._values(other), self._values(than), strict=False)
+        above = [(one - base, two - base) for one, two in pairs]
         good = [(first, second) for first, second in above if first > 0 and second > 0]
         if self.row.unit.more_is_better:
             return Spread.of(second / first for first, second in good)
         return Spread.of(first / second for first, second in good)
 
-    def _values(self, participant: str) -> list[float | None]:
+    def _samples(self, participant: str) -> list[Sample]:
+        return [each for each in self.outcomes.get(participant, []) if isinstance(each, Sample)]
+
+    def _values(self, participant: str) -> list[float]:
+        """Returns the value of each round; not a number if it failed."""
         outcomes = self.outcomes.get(participant, [])
-        return [each.value if isinstance(each, Sample) else None for each in outcomes]
-
-
-def _whole_pairs(
-    first: Sequence[float | None], second: Sequence[float | None]
-) -> list[tuple[float, float]]:
-    # An interrupted run may have measured only one of the two in its last round.
-    pairs = zip(first, second, strict=False)
-    return [(a, b) for a, b in pairs if a is not None and b is not None]
+        return [each.value if isinstance(each, Sample) else math.nan for each in outcomes]

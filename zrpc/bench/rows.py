@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from zrpc.bench.library import ACTOR_LIBRARIES, EVERY_LIBRARY
 from zrpc.bench.row import Group, Limit, Row, Unit
@@ -37,75 +38,54 @@ def _copies(size: int, times: int, name: str = "memcpy") -> Limit:
 _RATE = Limit("ZeroMQ", "baselines:pipelined")
 
 
-def _tensor_rows() -> tuple[Row, ...]:
-    rows = []
+def _beside_copies(size: int, copies: int, messages: int) -> dict[str, Any]:
+    """Returns the limits of a row: copies on one host, and messages over tcp."""
+    return {"limit": _copies(size, copies), "tcp_limit": _zmq(size, messages)}
+
+
+def _tensor_rows() -> Iterator[Row]:
     for name, size in _SIZES.items():
         one_way = Limit("ZeroMQ", "baselines:one_way", (size,))
-        for way, workload, copies, raw in (
-            ("one way", "tensors:one_way", 1, one_way),
-            ("echo", "tensors:echo", 2, _zmq(size)),
+        for row, copies, raw in (
+            (_of_all(f"one way, {name}", "tensors:one_way", (size,)), 1, one_way),
+            (_of_all(f"echo, {name}", "tensors:echo", (size,)), 2, _zmq(size)),
         ):
             limit = _copies(size, copies) if size >= _MIN_SHARED_BYTES else raw
-            row = _of_all(
-                f"{way}, {name}",
-                workload,
-                (size,),
-                limit=limit,
-                tcp_limit=raw,
-                device_limit=_copies(size, copies, "device copy"),
-            )
-            rows.append(row)
-    many = _of_all(
-        "echo, 100 tensors of 1 KiB",
-        "tensors:echo_many",
-        (100, _KIB),
-        limit=_zmq(100 * _KIB),
-        device_limit=_copies(_KIB, 200, "device copy"),
-    )
-    return (*rows, many)
+            on_device = _copies(size, copies, "device copy")
+            yield replace(row, limit=limit, tcp_limit=raw, device_limit=on_device)
+    row = _of_all("echo, 100 tensors of 1 KiB", "tensors:echo_many", (100, _KIB))
+    on_device = _copies(_KIB, 200, "device copy")
+    yield replace(row, limit=_zmq(100 * _KIB), device_limit=on_device)
 
 
-def _cost_rows() -> tuple[Row, ...]:
-    rows = []
+def _cost_rows() -> Iterator[Row]:
     for name, width in (("a call", 0), ("an autograd step", 16)):
-        rows += [
-            Row(f"processor time of {name}", "costs:processor_time", (width,)),
-            Row(f"context switches of {name}", "costs:context_switches", (width,), Unit.COUNT),
-            _own(f"messages of {name}", "costs:messages", (width,), Unit.COUNT),
-        ]
-    return tuple(rows)
+        yield Row(f"processor time of {name}", "costs:processor_time", (width,))
+        yield Row(f"context switches of {name}", "costs:context_switches", (width,), Unit.COUNT)
+        yield _own(f"messages of {name}", "costs:messages", (width,), Unit.COUNT)
 
 
-def _skeleton_rows() -> tuple[Row, ...]:
-    """Returns rows with two workloads each: zrpc's, and that of the skeleton as its limit."""
-    both = [
-        ("plain call", "calls:empty", "empty", ()),
-        ("tensor of 2 elements, and back", "tensors:echo", "echo", (8,)),
-        ("each of 200 in flight", "calls:in_flight", "in_flight", (200,)),
-        ("1 MiB one way", "tensors:one_way", "one_way", (_MIB,)),
-        ("16 MiB one way", "tensors:one_way", "one_way", (16 * _MIB,)),
-        ("step of width 16", "autograd:step", "step", (16,)),
-        ("step of width 512", "autograd:step", "step", (512,)),
-    ]
-    return tuple(
-        _own(
-            f"skeleton: {name}",
-            workload,
-            arguments,
-            limit=Limit("skeleton", f"skeleton:{skeleton}", arguments),
-            default=False,
-        )
-        for name, workload, skeleton, arguments in both
-    )
+def _skeleton_rows() -> Iterator[Row]:
+    """Makes rows with zrpc's workload, and that of the same name of the skeleton as its limit."""
+    for row in (
+        _own("plain call", "calls:empty"),
+        _own("tensor of 2 elements, and back", "tensors:echo", (8,)),
+        _own("each of 200 in flight", "calls:in_flight", (200,)),
+        _own("1 MiB one way", "tensors:one_way", (_MIB,)),
+        _own("16 MiB one way", "tensors:one_way", (16 * _MIB,)),
+        _own("step of width 16", "autograd:step", (16,)),
+        _own("step of width 512", "autograd:step", (512,)),
+    ):
+        workload = f"skeleton:{row.workload.partition(':')[2]}"
+        limit = Limit("skeleton", workload, row.arguments)
+        yield replace(row, name=f"skeleton: {row.name}", limit=limit, default=False)
 
 
-def _step_rows() -> tuple[Row, ...]:
-    kinds = {"": 0, " of an RRef's method": 1, " of an actor's method": 2}
-    return tuple(
-        _own(f"steps at the {end}{kind}", f"steps:{end}", (number,), unit=Unit.COUNT, default=False)
-        for kind, number in kinds.items()
-        for end in ("caller", "callee")
-    )
+def _step_rows() -> Iterator[Row]:
+    for number, kind in enumerate(("", " of an RRef's method", " of an actor's method")):
+        for end in ("caller", "callee"):
+            name = f"steps at the {end}{kind}"
+            yield _own(name, f"steps:{end}", (number,), Unit.COUNT, default=False)
 
 
 def _floor(name: str, workload: str, bound: float, *arguments: float) -> Row:
@@ -113,32 +93,24 @@ def _floor(name: str, workload: str, bound: float, *arguments: float) -> Row:
     return _own(name, f"floors:{workload}", arguments, Unit.COUNT, bound=bound, default=False)
 
 
-def _autograd_rows() -> tuple[Row, ...]:
-    limits = {width: Limit("local+ZeroMQ", "baselines:local_step", (width,)) for width in (16, 512)}
-    return tuple(
-        Row(f"autograd step, width {width}", "autograd:step", (width,), limit=limit)
-        for width, limit in limits.items()
-    )
+def _autograd_rows() -> Iterator[Row]:
+    for width in (16, 512):
+        limit = Limit("local+ZeroMQ", "baselines:local_step", (width,))
+        yield Row(f"autograd step, width {width}", "autograd:step", (width,), limit=limit)
 
 
-def _start_rows() -> tuple[Row, ...]:
-    rows = {f"start and stop of {count} workers": count for count in (2, 8, 32)}
-    made = [(name, "startup:start_and_stop", count) for name, count in rows.items()]
-    made.append(("launch of 32 processes that import torch", "startup:launch_bare", 32))
-    return tuple(
-        Row(name, workload, (count,), default=False, deadline=_START_DEADLINE_SECONDS)
-        for name, workload, count in made
-    )
+def _start_rows() -> Iterator[Row]:
+    start = partial(Row, default=False, deadline=_START_DEADLINE_SECONDS)
+    for count in (2, 8, 32):
+        yield start(f"start and stop of {count} workers", "startup:start_and_stop", (count,))
+    yield start("launch of 32 processes that import torch", "startup:launch_bare", (32,))
 
 
-def _memory_rows() -> tuple[Row, ...]:
+def _memory_rows() -> Iterator[Row]:
     limit = Limit("import torch", "baselines:memory")
-    calls: dict[str, tuple[float, ...]] = {"after_start": (), "after_calls": (10_000,)}
-    names = ("memory after start", "memory after 10,000 calls")
-    return tuple(
-        Row(name, f"costs:{function}", arguments, Unit.BYTES, limit, above_limit=True)
-        for name, (function, arguments) in zip(names, calls.items(), strict=True)
-    )
+    memory = partial(Row, unit=Unit.BYTES, limit=limit, above_limit=True)
+    yield memory("memory after start", "costs:after_start")
+    yield memory("memory after 10,000 calls", "costs:after_calls", (10_000,))
 
 
 _CALLS = (
@@ -155,13 +127,8 @@ _CALLS_AT_ONCE = (
     _of_all("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
 )
-_FAN_OUT = _of_all(
-    "fan-out, 1 MiB to 7 workers",
-    "tensors:fan_out",
-    (_MIB,),
-    limit=_copies(_MIB, 7),
-    tcp_limit=_zmq(_MIB, 7),
-)
+_SEVEN = _beside_copies(_MIB, 7, 7)
+_FAN_OUT = _of_all("fan-out, 1 MiB to 7 workers", "tensors:fan_out", (_MIB,), **_SEVEN)
 _FIRST = "first large message, 100 MB from each of 5 workers and back"
 _DROPPED = "RRefs made and dropped per second"
 _REFERENCES = (
@@ -185,40 +152,25 @@ _COLLECTED = (
     _own("batched call, 64 callers", "items:batched", (64,)),
 )
 _SMALL_ITEMS = "stream of 10,000 small items, items per second"
+_LARGE_ITEMS = "stream of 100 items of 1 MiB"
 _STREAMS = (
     _with_ray(_SMALL_ITEMS, "items:small_items", (10_000,), Unit.RATE, _RATE, bound=200_000),
-    _with_ray(
-        "stream of 100 items of 1 MiB",
-        "items:large_items",
-        (100, _MIB),
-        limit=_copies(_MIB, 100),
-        tcp_limit=_zmq(_MIB, 100),
-    ),
+    _with_ray(_LARGE_ITEMS, "items:large_items", (100, _MIB), **_beside_copies(_MIB, 100, 100)),
 )
+_LARGE = 128 * _MIB
+_GROUP, _SUBSCRIBERS = "128 MiB to 7 workers by a group", "128 MiB of weights to 7 subscribers"
 _TO_ALL = (
-    _with_ray(
-        "128 MiB to 7 workers by a group",
-        "tensors:to_group",
-        (128 * _MIB,),
-        limit=_copies(128 * _MIB, 1),
-        tcp_limit=_zmq(128 * _MIB, 7),
-    ),
-    _with_ray(
-        "128 MiB of weights to 7 subscribers",
-        "tensors:to_subscribers",
-        (128 * _MIB,),
-        limit=_copies(128 * _MIB, 8),
-    ),
-    _floor("128 MiB to 7 workers, over a memcpy and 7 calls", "group_call", 1.6, 128 * _MIB),
+    _with_ray(_GROUP, "tensors:to_group", (_LARGE,), **_beside_copies(_LARGE, 1, 7)),
+    _with_ray(_SUBSCRIBERS, "tensors:to_subscribers", (_LARGE,), limit=_copies(_LARGE, 8)),
+    _floor("128 MiB to 7 workers, over a memcpy and 7 calls", "group_call", 1.6, _LARGE),
 )
 _FLOORS = (
     _floor("actor call, over one of an RRef's method", "actor_call", 1.15),
-    _floor("push of 128 MiB of weights, over a copy of the model", "push", 1.5, 128 * _MIB),
-    _floor("load of 128 MiB of weights, over a copy of the model", "load", 1.2, 128 * _MIB),
+    _floor("push of 128 MiB of weights, over a copy of the model", "push", 1.5, _LARGE),
+    _floor("load of 128 MiB of weights, over a copy of the model", "load", 1.2, _LARGE),
 )
-_EXPERTS = Row(
-    "256 calls to 4 workers in one context, and backward", "autograd:experts", (256, 256)
-)
+_CALLS_IN_CONTEXT = "256 calls to 4 workers in one context, and backward"
+_EXPERTS = Row(_CALLS_IN_CONTEXT, "autograd:experts", (256, 256))
 _TRAINERS = "parameter server, updates of 3 trainers per second"
 _OBSERVERS = "agent with 3 observers, steps per second"
 _PROGRAMS = (
@@ -230,7 +182,7 @@ _PROGRAMS = (
 GROUPS: tuple[Group, ...] = (
     Group("calls", _CALLS),
     Group("calls at once", _CALLS_AT_ONCE),
-    Group("tensors", _tensor_rows()),
+    Group("tensors", tuple(_tensor_rows())),
     Group("fan-out", (_FAN_OUT,), workers=8),
     Group("first messages", (Row(_FIRST, "tensors:first_large", (10**8,)),), workers=6, turns=1),
     Group("references", _REFERENCES),
@@ -239,14 +191,14 @@ GROUPS: tuple[Group, ...] = (
     Group("streams", _STREAMS, turns=2),
     Group("to all", _TO_ALL, workers=8, turns=2),
     Group("floors", _FLOORS),
-    Group("autograd", _autograd_rows()),
+    Group("autograd", tuple(_autograd_rows())),
     Group("many calls in one context", (_EXPERTS,), workers=5, turns=2),
     Group("programs", _PROGRAMS, workers=4),
-    Group("costs", _cost_rows()),
-    Group("memory", _memory_rows(), fresh=True, turns=1),
-    Group("skeleton", _skeleton_rows()),
-    Group("steps", _step_rows(), turns=1),
-    Group("start", _start_rows(), workers=1, forms_mesh=False, turns=1),
+    Group("costs", tuple(_cost_rows())),
+    Group("memory", tuple(_memory_rows()), fresh=True, turns=1),
+    Group("skeleton", tuple(_skeleton_rows())),
+    Group("steps", tuple(_step_rows()), turns=1),
+    Group("start", tuple(_start_rows()), workers=1, forms_mesh=False, turns=1),
 )
 
 

@@ -8,14 +8,13 @@ a mesh is paused, so that it takes no processor time from another. Each round ha
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
-from zrpc.bench.mesh import HungError, Mesh, MeshError
+from zrpc.bench.mesh import HungError, Mesh, MeshError, environment
 from zrpc.bench.result import Failure, RowResult
 from zrpc.bench.row import Group, Limit, Row
 from zrpc.bench.rows import WORKLOAD_MODULES
@@ -95,7 +94,7 @@ class Run:
             warm = stack.enter_context(warm_starter())
             fresh = warm
             if any(group.fresh for group in self.groups):
-                fresh = stack.enter_context(Starter("spawn", env=_environment()))
+                fresh = stack.enter_context(Starter("spawn", env=environment()))
             for number in range(1, self.settings.rounds + 1):
                 for group in self.groups:
                     starter = fresh if group.fresh else warm
@@ -121,27 +120,19 @@ class Run:
     def _measure_row(self, row: Row, turns: int, participants: Sequence[Participant]) -> None:
         result = self._result_of_row[row.name]
         sampling = self.settings.sampling.divided(turns)
-        samples: dict[str, list[Sample]] = {}
-        failures: dict[str, Failure] = {}
-        for participant in participants:
-            # A workload that hung once would hang again until the deadline.
-            if (failure := result.final_failure(participant.name)) is not None:
-                failures[participant.name] = failure
-        for _ in range(turns):
-            for participant in participants:
-                name = participant.name
-                if name not in failures and participant.can_measure(row):
-                    try:
-                        sample = participant.measure(row, sampling)
-                    except (MeshError, LaunchError) as error:
-                        failures[name] = Failure(str(error), isinstance(error, HungError))
-                    else:
-                        samples.setdefault(name, []).append(sample)
+        able = [each for each in participants if each.can_measure(row)]
+        samples: dict[str, list[Sample]] = {each.name: [] for each in able}
+        # A workload that hung once would hang again until the deadline.
+        failures = {each.name: result.final_failure(each.name) for each in able}
+        for participant in able * turns:
+            name = participant.name
+            if failures[name] is None:
+                try:
+                    samples[name].append(participant.measure(row, sampling))
+                except (MeshError, LaunchError) as error:
+                    failures[name] = Failure(str(error), isinstance(error, HungError))
         for name, found in samples.items():
-            if name not in failures:
-                result.add(name, Sample.merged(found, row.unit.more_is_better))
-        for name, failure in failures.items():
-            result.add(name, failure)
+            result.add(name, failures[name] or Sample.merged(found, row.unit.more_is_better))
 
 
 class Participant:
@@ -162,7 +153,7 @@ class Participant:
         self._starter = starter
         self._settings = settings
         self._mesh: Mesh | None = None
-        self._start_failed: MeshError | LaunchError | None = None
+        self._start_failed: MeshError | None = None
 
     def can_measure(self, row: Row) -> bool:
         """Returns whether there is a workload for this row."""
@@ -229,9 +220,4 @@ class Participant:
 
 def warm_starter() -> Starter:
     """Returns a starter whose processes have already imported both libraries."""
-    return Starter(preload=_PRELOAD, env=_environment())
-
-
-def _environment() -> dict[str, str]:
-    # Launchers set this too. torch reads it when it is loaded.
-    return {"OMP_NUM_THREADS": "1", **os.environ}
+    return Starter(preload=_PRELOAD, env=environment())

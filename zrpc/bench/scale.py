@@ -25,18 +25,25 @@ MEASURES = {
     "push": "1 MiB from all others at once to worker 0, and back; for each of them",
     "all-to-all": "1 MiB from each worker to each other one; for each of these tensors",
 }
+_MIB = 2**20
+# The workloads that measure all but the first.
+_WORKLOADS: dict[str, tuple[str, tuple[int, ...]]] = {
+    "call": ("calls:empty", ()),
+    "in turn": ("calls:each_peer", ()),
+    "descriptors": ("costs:descriptors", ()),
+    "threads": ("costs:threads", ()),
+    "memory": ("costs:private_memory", ()),
+    "push": ("tensors:many_clients", (_MIB,)),
+    "all-to-all": ("tensors:all_to_all", (_MIB,)),
+}
+# These depend on the number of processors.
+_NOT_COMPUTED = ("call", "in turn", "push", "all-to-all")
 # The units; those of the plots, and how large they are. Others are plain numbers.
 _UNITS = {
     "init": (Unit.SECONDS, "s", 1.0),
-    "call": (Unit.SECONDS, "µs", 1e-6),
-    "in turn": (Unit.SECONDS, "µs", 1e-6),
     "memory": (Unit.BYTES, "MiB", 2.0**20),
-    "push": (Unit.SECONDS, "µs", 1e-6),
-    "all-to-all": (Unit.SECONDS, "µs", 1e-6),
+    **dict.fromkeys(_NOT_COMPUTED, (Unit.SECONDS, "µs", 1e-6)),
 }
-_MIB = 2**20
-# These depend on the number of processors.
-_NOT_COMPUTED = ("call", "in turn", "push", "all-to-all")
 
 
 @dataclass
@@ -103,15 +110,7 @@ def _measure(
     mesh = Mesh(starter, point.library, point.workers, tcp=keys, keys=keys, timeout=deadline)
     with mesh:
         point.values["init"] = mesh.join_seconds
-        for name, workload, arguments in (
-            ("call", "calls:empty", ()),
-            ("in turn", "calls:each_peer", ()),
-            ("descriptors", "costs:descriptors", ()),
-            ("threads", "costs:threads", ()),
-            ("memory", "costs:private_memory", ()),
-            ("push", "tensors:many_clients", (_MIB,)),
-            ("all-to-all", "tensors:all_to_all", (_MIB,)),
-        ):
+        for name, (workload, arguments) in _WORKLOADS.items():
             point.values[name] = mesh.measure(workload, arguments, sampling, deadline).value
     if mesh.shutdown_errors:
         point.failed = "; ".join(mesh.shutdown_errors)
@@ -131,12 +130,9 @@ def compute(points: Sequence[Point], counts: Sequence[int]) -> list[Point]:
         if len(good) < 2:
             continue
         small, large = sorted(good, key=lambda point: point.workers)[-2:]
+        names = [name for name in small.values if name not in _NOT_COMPUTED]
         for workers in counts:
-            values = {
-                name: _extended(name, small, large, workers)
-                for name in MEASURES
-                if name not in _NOT_COMPUTED and name in small.values and name in large.values
-            }
+            values = {name: _extended(name, small, large, workers) for name in names}
             found.append(Point(library, workers, values, computed=True))
     return found
 
@@ -151,23 +147,17 @@ def _extended(name: str, small: Point, large: Point, workers: int) -> float:
 
 def as_text(points: Sequence[Point]) -> str:
     """Returns a table, and below it the failures."""
-    head = ["", "workers", "", *MEASURES]
-    lines = [
-        [
-            point.library,
-            str(point.workers),
-            "computed" if point.computed else "measured",
-            *_cells(point),
-        ]
-        for point in points
-    ]
+    lines = [["", "workers", "", *MEASURES]]
+    for point in points:
+        origin = "computed" if point.computed else "measured"
+        lines.append([point.library, str(point.workers), origin, *_cells(point)])
     failures = [
         f"* {point.library}, {point.workers} workers: {point.failed}"
         for point in points
         if point.failed
     ]
     legend = [f"{name}: {meaning}" for name, meaning in MEASURES.items()]
-    return "\n".join([align_columns([head, *lines]), "", *legend, *failures])
+    return "\n".join([align_columns(lines), "", *legend, *failures])
 
 
 def _cells(point: Point) -> list[str]:

@@ -35,6 +35,11 @@ class Sample:
     more: dict[str, float] = field(default_factory=dict)
 
     @classmethod
+    def single(cls, value: float) -> Sample:
+        """Returns what was measured only once."""
+        return cls(value, value, 1)
+
+    @classmethod
     def merged(cls, samples: Sequence[Sample], more_is_better: bool) -> Sample:
         """Merges the samples of several turns, each with the same weight."""
         worst = min if more_is_better else max
@@ -76,15 +81,12 @@ class Sampling:
 
     def time(self, once: Callable[[], object]) -> Sample:
         """Measures the seconds that a call of ``once`` takes."""
-        self._repeat(once, self.seconds / 4, 1)
-        times = self._repeat(once, self.seconds, self.min_repeats)
-        return Sample(statistics.median(times), max(times), len(times))
+        return self.of_batches(lambda: seconds_of(once))
 
     def of_batches(self, batch: Callable[[], float]) -> Sample:
         """Samples what ``batch`` returns."""
-        values: list[float] = []
         self._repeat(batch, self.seconds / 4, 1)
-        self._repeat(lambda: values.append(batch()), self.seconds, self.min_repeats)
+        values = self._repeat(batch, self.seconds, self.min_repeats)
         return Sample(statistics.median(values), max(values), len(values))
 
     def rate(self, batch: Callable[[], object], count: int) -> Sample:
@@ -93,17 +95,19 @@ class Sampling:
         return Sample(count / sample.value, count / sample.worst, sample.repeats)
 
     @staticmethod
-    def _repeat(once: Callable[[], object], seconds: float, min_repeats: int) -> list[float]:
-        clock = time.perf_counter
-        times: list[float] = []
-        before = clock()
-        end = before + seconds
-        while before < end or len(times) < min_repeats:
-            once()
-            after = clock()
-            times.append(after - before)
-            before = clock()  # storing the time is not part of the next repeat
-        return times
+    def _repeat(batch: Callable[[], float], seconds: float, min_repeats: int) -> list[float]:
+        values: list[float] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or len(values) < min_repeats:
+            values.append(batch())
+        return values
+
+
+def seconds_of(operation: Callable[[], object]) -> float:
+    """Returns the seconds that an operation takes."""
+    begun = time.perf_counter()
+    operation()
+    return time.perf_counter() - begun
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from zrpc.bench.library import load
+from zrpc.bench.library import WorkerSettings, load
 from zrpc.bench.session import Sample, Session
 
 _BARE = "bare"
@@ -34,7 +34,7 @@ def _time_launch(participant: str, count: int, program: str) -> Sample:
     taken = time.perf_counter() - before
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {_likely_cause(done.stderr)}")
-    return Sample(taken, taken, 1)
+    return Sample.single(taken)
 
 
 def _likely_cause(output: str) -> str:
@@ -51,7 +51,8 @@ def main(program: str) -> None:
 
         return
     library = load(program)
-    library.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), tcp=False)
+    size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    library.join(WorkerSettings(program, size, rank=rank))
     library.leave()
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from zrpc.bench.machine import Machine
-from zrpc.bench.result import RowResult, Spread
+from zrpc.bench.result import RowResult
 from zrpc.bench.row import Row, Unit
 from zrpc.bench.run import Run, Settings
 from zrpc.bench.session import LIMIT, Sample
@@ -49,22 +49,24 @@ def headline(machine: Machine, settings: Settings) -> str:
 
 def as_text(run: Run) -> str:
     """Returns the table, and below it the failures with their reasons."""
-    against = run.settings.against
-    head = ["row", *([against] if against else []), "zrpc"]
-    head += (["times faster", "min to max"] if against else []) + ["limit", "times limit"]
-    lines = [head, *(_row_cells(result, run.settings) for result in run.results)]
-    return align_columns(lines) + _footnotes(run)
+    lines = [_cells(result, run.settings) for result in run.results]
+    return align_columns([list(lines[0]), *(line.values() for line in lines)]) + _footnotes(run)
 
 
-def _row_cells(result: RowResult, settings: Settings) -> list[str]:
+def _cells(result: RowResult, settings: Settings) -> dict[str, str]:
+    """Returns the cells of a row, by column."""
     against = settings.against
-    cells = [result.row.name]
+    cells = {"row": result.row.name}
     if against:
-        cells.append(_cell(result, against))
-    cells.append(_cell(result, "zrpc") + _bound(result.row))
+        cells[against] = _cell(result, against)
+    cells["zrpc"] = _cell(result, "zrpc") + _bound(result.row)
     if against:
-        cells += _faster(result.times_faster(against))
-    return [*cells, _limit(result, settings), _times_limit(result)]
+        spread = result.times_faster(against)
+        cells["times faster"] = f"{spread.median:.2f}" if spread else "-"
+        cells["min to max"] = f"{spread.low:.2f} to {spread.high:.2f}" if spread else ""
+    cells["limit"] = _limit(result, settings)
+    cells["times limit"] = _times_limit(result)
+    return cells
 
 
 def _limit(result: RowResult, settings: Settings) -> str:
@@ -95,12 +97,6 @@ def _bound(row: Row) -> str:
     return f" (at {'least' if row.unit.more_is_better else 'most'} {quantity(row.bound, row.unit)})"
 
 
-def _faster(spread: Spread | None) -> list[str]:
-    if spread is None:
-        return ["-", ""]
-    return [f"{spread.median:.2f}", f"{spread.low:.2f} to {spread.high:.2f}"]
-
-
 def _short(reason: str) -> str:
     return reason if len(reason) <= _MAX_REASON_CHARS else reason[: _MAX_REASON_CHARS - 1] + "…"
 
@@ -119,15 +115,17 @@ def _footnotes(run: Run) -> str:
     return "".join(f"\n{line}" for line in ["", *lines]) if lines else ""
 
 
-def align_columns(lines: Sequence[Sequence[str]]) -> str:
+def align_columns(lines: Sequence[Iterable[str]]) -> str:
     """Aligns rows of cells: the first column to the left, the others to the right."""
-    widths = [max(len(cell) for cell in column) for column in zip(*lines, strict=True)]
-    text = []
-    for line in lines:
-        cells = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join([line[0].ljust(widths[0]), *cells]).rstrip())
-    rule = "  ".join("-" * width for width in widths)
-    return "\n".join([text[0], rule, *text[1:]])
+    names, *columns = zip(*lines, strict=True)
+    aligned = [_padded(names, str.ljust), *(_padded(column, str.rjust) for column in columns)]
+    head, *text = ("  ".join(cells).rstrip() for cells in zip(*aligned, strict=True))
+    rule = "  ".join("-" * len(column[0]) for column in aligned)
+    return "\n".join([head, rule, *text])
+
+
+def _padded(cells: Sequence[str], pad: Callable[[str, int], str]) -> list[str]:
+    return [pad(cell, max(map(len, cells))) for cell in cells]
 
 
 def as_data(run: Run, machine: Machine, load: tuple[float, float]) -> dict[str, Any]:

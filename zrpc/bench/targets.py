@@ -6,6 +6,7 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,13 +21,9 @@ _MAX_BURN_SECONDS = 60.0
 _WIDTH = 1024
 _burning = threading.Event()
 _stop = threading.Event()
-_layers: dict[int, torch.nn.Linear] = {}
 # By the number of elements: what this worker pushes, and the sum of what was pushed to it.
 _pushed: dict[int, torch.Tensor] = {}
 _sums: dict[int, torch.Tensor] = {}
-# By the number of elements: the weights of this worker's model, and both sides of a copy.
-_models: dict[int, dict[str, torch.Tensor]] = {}
-_copies: dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
 # What this worker has subscribed to, by name.
 _subscribers: dict[str, Any] = {}
 # Guards `_sums`.
@@ -104,8 +101,7 @@ def load_version(name: str, count: int, version: int) -> int:
     """Loads published weights with that many elements into this worker's model."""
     if name not in _subscribers:
         _subscribers[name] = library.current().rpc.nn.subscribe(name)
-    loaded: int = _subscribers[name].load_into(_model(count), at_least=version)
-    return loaded
+    return int(_subscribers[name].load_into(_model(count), at_least=version))
 
 
 def time_of_load(name: str, count: int, version: int) -> float:
@@ -113,10 +109,9 @@ def time_of_load(name: str, count: int, version: int) -> float:
     begun = time.perf_counter()
     load_version(name, count, version)
     loaded = time.perf_counter()
-    if count not in _copies:
-        _copies[count] = new_model(count), new_model(count)
+    source, target = _model(count, "source of a copy"), _model(count, "target of a copy")
     middle = time.perf_counter()
-    copy_model(*_copies[count])
+    copy_model(source, target)
     return (loaded - begun) / (time.perf_counter() - middle)
 
 
@@ -124,14 +119,14 @@ def unsubscribe() -> None:
     """Gives back the weights that this worker has, and its models."""
     for each in _subscribers.values():
         each.close()
-    for kept in (_subscribers, _models, _copies):
-        kept.clear()
+    _subscribers.clear()
+    _model.cache_clear()
 
 
-def _model(count: int) -> dict[str, torch.Tensor]:
-    if count not in _models:
-        _models[count] = new_model(count)
-    return _models[count]
+@cache
+def _model(count: int, use: str = "own") -> dict[str, torch.Tensor]:
+    """Returns this worker's model with that many elements; another one for each use."""
+    return new_model(count)
 
 
 def prepare_push(count: int) -> None:
@@ -169,8 +164,8 @@ def hop(here: int, left: int) -> int:
     if left == 0:
         return 1
     there = 1 - here
-    value: int = library.current().rpc.rpc_sync(f"worker{there}", hop, args=(there, left - 1))
-    return value + 1
+    rpc_sync = library.current().rpc.rpc_sync
+    return 1 + int(rpc_sync(f"worker{there}", hop, args=(there, left - 1)))
 
 
 def burn() -> None:
@@ -237,23 +232,19 @@ def things() -> tuple[int, int]:
 
 def layer(inputs: torch.Tensor) -> torch.Tensor:
     """Applies this worker's linear layer of the inputs' width."""
-    module = linear(inputs.shape[-1])
-    result: torch.Tensor = module(inputs)
-    return result
+    return linear(inputs.shape[-1])(inputs)  # type: ignore[no-any-return]
 
 
+@cache
 def linear(width: int) -> torch.nn.Linear:
     """Returns this worker's linear layer of that width."""
-    if width not in _layers:
-        _layers[width] = torch.nn.Linear(width, width)
-    return _layers[width]
+    return torch.nn.Linear(width, width)
 
 
 def gradient_sum(context_id: int, width: int) -> float:
     """Returns the sum of absolute values of the gradient of this worker's layer."""
     gradients = library.current().autograd.get_gradients(context_id)
-    total: float = gradients[linear(width).weight].abs().sum().item()
-    return total
+    return float(gradients[linear(width).weight].abs().sum())
 
 
 def resident() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -26,35 +28,32 @@ def one_way(session: Session, size: int) -> Sample:
 
 def echo(session: Session, size: int) -> Sample:
     """Sends a tensor and gets it back."""
-    rpc_sync = session.rpc.rpc_sync
-    tensor = session.tensor(size, _ELEMENT)
-    back = rpc_sync(PEER, targets.echo, args=(tensor,))
-    check("the echo to be equal", torch.equal(back, tensor), True)
-    del back  # while a result is kept, its memory can't be reused
-    return session.time(lambda: rpc_sync(PEER, targets.echo, args=(tensor,)))
+    return _echo(session, session.tensor(size, _ELEMENT))
 
 
 def compiled_echo(session: Session, size: int) -> Sample:
     """Sends a tensor, or None, and gets it back: by a graph that was compiled, if there are any."""
     value = session.tensor(size, _ELEMENT) if size else None
     if session.participant == "zrpc":
-        rpc_sync = session.rpc.rpc_sync
-        return session.sampling.time(lambda: rpc_sync(PEER, targets.echo, args=(value,)))
+        return _echo(session, value)
     with session.rpc.compiled(PEER, targets.echo, size) as echo:
-        if value is not None:
-            check("the echo to be equal", torch.equal(echo(value), value), True)
-        return session.sampling.time(lambda: echo(value))
+        return _time_echo(session, echo, value)
 
 
 def echo_many(session: Session, count: int, size: int) -> Sample:
     """Sends a list of tensors and gets it back."""
+    return _echo(session, [session.tensor(size, _ELEMENT) for _ in range(count)])
+
+
+def _echo(session: Session, value: Any) -> Sample:
     rpc_sync = session.rpc.rpc_sync
-    tensors = [session.tensor(size, _ELEMENT) for _ in range(count)]
-    back = rpc_sync(PEER, targets.echo, args=(tensors,))
-    equal = all(torch.equal(one, other) for one, other in zip(back, tensors, strict=True))
-    check("the echo to be equal", equal, True)
-    del back
-    return session.time(lambda: rpc_sync(PEER, targets.echo, args=(tensors,)))
+    return _time_echo(session, lambda sent: rpc_sync(PEER, targets.echo, args=(sent,)), value)
+
+
+def _time_echo(session: Session, echo: Callable[[Any], Any], value: Any) -> Sample:
+    # No result is kept: its memory could not be reused.
+    torch.testing.assert_close(echo(value), value, rtol=0, atol=0)
+    return session.time(lambda: echo(value))
 
 
 def fan_out(session: Session, size: int) -> Sample:
@@ -86,9 +85,9 @@ def first_large(session: Session, size: int) -> Sample:
     session.call_others(targets.prepare_push, (count,))
     begun = time.perf_counter()
     last = max(session.call_others(targets.push, ("worker0", count)))
-    seconds = time.perf_counter() - begun
+    sample = Sample.single(time.perf_counter() - begun)
     check("the sum of all", last, float(session.workers - 1))
-    return Sample(seconds, seconds, 1)
+    return sample
 
 
 def many_clients(session: Session, size: int) -> Sample:
@@ -123,11 +122,7 @@ def to_subscribers(session: Session, size: int) -> Sample:
     number = session.sampling.scaled(size // ELEMENT_BYTES)
     model = targets.new_model(number)
     if session.participant != "zrpc":
-
-        def sent() -> None:
-            rpc.rpc_sync(others, targets.load, args=(model,))
-
-        return session.sampling.time(sent)
+        return session.sampling.time(lambda: rpc.rpc_sync(others, targets.load, args=(model,)))
     with rpc.nn.publish(WEIGHTS, model) as published:
 
         def once() -> None:

@@ -18,45 +18,15 @@ import importlib
 import os
 import pickle
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from zrpc.bench.library import ACTOR_LIBRARIES, LIBRARIES, Library, load
+from zrpc.bench.library import ACTOR_LIBRARIES, LIBRARIES, Library, WorkerSettings, load
 from zrpc.bench.session import Sample, Sampling, Session
 from zrpc.testing.served import serve
 
 if TYPE_CHECKING:
     from zrpc.bench.raw_zmq import RawPeer
-
-
-@dataclass(frozen=True)
-class WorkerSettings:
-    """The settings of a worker process.
-
-    Attributes:
-        participant: a library's name, or ``limit``.
-        workers: the number of workers.
-        forms_mesh: whether they form a mesh.
-        tcp: whether to use only tcp.
-        keys: whether zrpc encrypts what it sends over tcp.
-        device: the device that tensors are on; empty for the CPU.
-        rank: the worker's rank.
-        namespace: the network namespace that the worker enters; empty for none.
-        directory: the mesh's directory.
-        socket: the descriptor of the socket for requests and replies.
-    """
-
-    participant: str
-    workers: int
-    forms_mesh: bool
-    tcp: bool
-    keys: bool
-    device: str = ""
-    rank: int = 0
-    namespace: str = ""
-    directory: str = ""
-    socket: int = -1
 
 
 def main(settings: WorkerSettings) -> NoReturn:
@@ -79,7 +49,6 @@ class _Worker:
         self._settings = settings
         self._library: Library | None = None
         self._raw: RawPeer | None = None
-        self._echo: Any = None
 
     def do(self, request: str, *arguments: Any) -> bytes:
         try:
@@ -108,24 +77,16 @@ class _Worker:
             self._open_raw()
             return
         library = load(settings.participant)
-        library.join(
-            settings.rank,
-            settings.workers,
-            tcp=settings.tcp,
-            keys=settings.keys,
-            device=settings.device,
-            init_method=f"file://{settings.directory}/store",
-        )
+        library.join(settings)
         self._library = library
 
     def _open_raw(self) -> None:
-        from zrpc.bench.raw_zmq import RawEcho, RawPeer
+        from zrpc.bench.raw_zmq import RawPeer, start_echo
 
         endpoint = Path(self._settings.directory, "endpoint")
         if self._settings.rank == 1:
-            tcp = "tcp://127.0.0.1:*"
-            self._echo = RawEcho(tcp if self._settings.tcp else f"ipc://{endpoint.parent}/raw")
-            endpoint.write_text(self._echo.endpoint)
+            ipc = f"ipc://{endpoint.parent}/raw"
+            endpoint.write_text(start_echo("tcp://127.0.0.1:*" if self._settings.tcp else ipc))
         elif self._settings.rank == 0:
             self._raw = RawPeer(endpoint.read_text())
 

@@ -14,39 +14,30 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zrpc.testing.device import FakeDevice, Operation, fake_device
-    from zrpc.testing.failure import WorkerExited, WorkerFailed, WorkerTraceback
-    from zrpc.testing.leaks import LeakError, no_leaks
-    from zrpc.testing.mesh import Mesh
-    from zrpc.testing.spec import MeshSpec
-    from zrpc.testing.startup import local_mesh
-    from zrpc.testing.watchdog import MeshTimeout
-
-__all__ = [
-    "FakeDevice",
-    "LeakError",
-    "Mesh",
-    "MeshSpec",
-    "MeshTimeout",
-    "Operation",
-    "WorkerExited",
-    "WorkerFailed",
-    "WorkerTraceback",
-    "fake_device",
-    "local_mesh",
-    "no_leaks",
-]
+    from zrpc.testing.device import FakeDevice as FakeDevice
+    from zrpc.testing.device import Operation as Operation
+    from zrpc.testing.device import fake_device as fake_device
+    from zrpc.testing.failure import WorkerExited as WorkerExited
+    from zrpc.testing.failure import WorkerFailed as WorkerFailed
+    from zrpc.testing.failure import WorkerTraceback as WorkerTraceback
+    from zrpc.testing.leaks import LeakError as LeakError
+    from zrpc.testing.leaks import no_leaks as no_leaks
+    from zrpc.testing.mesh import Mesh as Mesh
+    from zrpc.testing.spec import MeshSpec as MeshSpec
+    from zrpc.testing.startup import local_mesh as local_mesh
+    from zrpc.testing.watchdog import MeshTimeout as MeshTimeout
 
 _NAMES = {
-    "device": ("FakeDevice", "Operation", "fake_device"),
-    "failure": ("WorkerExited", "WorkerFailed", "WorkerTraceback"),
-    "leaks": ("LeakError", "no_leaks"),
-    "mesh": ("Mesh",),
-    "spec": ("MeshSpec",),
-    "startup": ("local_mesh",),
-    "watchdog": ("MeshTimeout",),
+    "device": "FakeDevice Operation fake_device",
+    "failure": "WorkerExited WorkerFailed WorkerTraceback",
+    "leaks": "LeakError no_leaks",
+    "mesh": "Mesh",
+    "spec": "MeshSpec",
+    "startup": "local_mesh",
+    "watchdog": "MeshTimeout",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

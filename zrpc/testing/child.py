@@ -25,9 +25,9 @@ import pickle
 import signal
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import Any, NoReturn
 
 from zrpc.errors import text_of
@@ -36,6 +36,7 @@ from zrpc.testing.failure import WorkerFailed, traceback_of, without_frames
 from zrpc.testing.leaks import Resources
 from zrpc.testing.procfs import read_text
 from zrpc.testing.served import serve
+from zrpc.testing.spec import MeshSpec
 from zrpc.wire.pickling import dumps
 
 # Makes the process write the stacks of all threads, whatever they are doing.
@@ -53,22 +54,28 @@ class WorkerSettings:
     Args:
         name: the worker's name.
         rank: the worker's rank.
-        world_size: the number of workers; None in an elastic mesh.
-        options: arguments for `zrpc.ZmqRpcBackendOptions`, ``init_method`` included.
+        spec: the specification of its mesh.
+        home: a directory that the mesh's workers share.
         socket: the descriptor of the socket for requests and replies.
-        stacks_path: the file to which stacks are written on `STACKS_SIGNAL`.
-        interrupts_path: the file with the numbers of the functions to interrupt, a line each.
         fake_device: whether it has the fake device.
     """
 
     name: str
     rank: int
-    world_size: int | None
-    options: Mapping[str, Any]
-    socket: int
-    stacks_path: str
-    interrupts_path: str
-    fake_device: bool
+    spec: MeshSpec
+    home: Path
+    socket: int = -1
+    fake_device: bool = False
+
+    @property
+    def stacks_path(self) -> Path:
+        """The file to which stacks are written on `STACKS_SIGNAL`."""
+        return self.home / f"{self.name}.stacks"
+
+    @property
+    def interrupts_path(self) -> Path:
+        """The file with the numbers of the functions to interrupt, a line each."""
+        return self.home / f"{self.name}.interrupts"
 
 
 def main(settings: WorkerSettings) -> NoReturn:
@@ -135,13 +142,18 @@ class _WorkerProcess:
         from zrpc import api
         from zrpc.options import ZmqRpcBackendOptions
 
-        if self._settings.fake_device:  # the options may name it
+        settings, spec = self._settings, self._settings.spec
+        if settings.fake_device:  # the options may name it
             import_module("zrpc.testing.device").fake_device()
+        # A store that is a file needs no port and no server thread in the test's process, and it
+        # survives the death of any worker.
+        store = {"init_method": f"file://{settings.home}/store"}
+        options = ZmqRpcBackendOptions(**{**store, **spec.options})
         api.init_rpc(
-            self._settings.name,
-            rank=self._settings.rank,
-            world_size=self._settings.world_size,
-            rpc_backend_options=ZmqRpcBackendOptions(**self._settings.options),
+            settings.name,
+            rank=settings.rank,
+            world_size=None if spec.elastic else spec.workers,
+            rpc_backend_options=options,
         )
 
     def _call(self, pickled: bytes) -> Any:

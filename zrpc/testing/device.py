@@ -34,29 +34,11 @@ from zrpc.testing.device_module import COUNT, TYPE, FakeModule
 _KEY = "PrivateUse1"  # torch's name for a device that others add
 
 # Operators that only make another tensor for the same memory. The CPU's do that for any device.
-_VIEWS = (
-    "as_strided",
-    "view",
-    "unfold",
-    "_reshape_alias",
-    "view_as_real",
-    "view_as_complex",
-    "set_",
-    "set_.source_Storage",
-    "set_.source_Storage_storage_offset",
-    "set_.source_Tensor",
-)
+_VIEWS = """as_strided view unfold _reshape_alias view_as_real view_as_complex
+    set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor"""
 # Operators that make or take apart a sparse tensor.
-_SPARSE = (
-    "_sparse_coo_tensor_with_dims_and_tensors",
-    "_coalesced_",
-    "is_coalesced",
-    "_indices",
-    "_values",
-    "_nnz",
-    "sparse_dim",
-    "dense_dim",
-)
+_SPARSE = """_sparse_coo_tensor_with_dims_and_tensors _coalesced_ is_coalesced
+    _indices _values _nnz sparse_dim dense_dim"""
 
 
 @dataclass(frozen=True)
@@ -157,14 +139,12 @@ class FakeDevice:
         self,
         size: Any,
         dtype: torch.dtype | None = None,
-        layout: Any = None,
         device: torch.device | None = None,
-        pin_memory: Any = None,
         memory_format: torch.memory_format | None = None,
+        **others: Any,
     ) -> torch.Tensor:
-        shape = torch.empty(
-            size, device="meta", memory_format=memory_format or torch.contiguous_format
-        )
+        memory_format = memory_format or torch.contiguous_format
+        shape = torch.empty(size, device="meta", memory_format=memory_format)
         return self._allocate(tuple(size), shape.stride(), dtype, _index_of(device))
 
     def _empty_strided(
@@ -172,9 +152,8 @@ class FakeDevice:
         size: Any,
         stride: Any,
         dtype: torch.dtype | None = None,
-        layout: Any = None,
         device: torch.device | None = None,
-        pin_memory: Any = None,
+        **others: Any,
     ) -> torch.Tensor:
         return self._allocate(tuple(size), tuple(stride), dtype, _index_of(device))
 
@@ -233,9 +212,8 @@ class FakeDevice:
 
         is_result = {each.name: each.is_out for each in operator._schema.arguments}
         args = tree_map(to_host, args)
-        kwargs = {
-            k: tree_map(partial(to_host, is_result=is_result[k]), v) for k, v in kwargs.items()
-        }
+        for name, value in kwargs.items():
+            kwargs[name] = tree_map(partial(to_host, is_result=is_result[name]), value)
         self._note(operator.name(), index or 0)
         returned = operator(*args, **kwargs)
         for tensor, host in results:
@@ -303,9 +281,9 @@ def _add(device: FakeDevice) -> list[torch.library.Library]:
     aten.impl("record_stream", device._record_stream, _KEY)
     aten.impl("convolution_overrideable", device._convolve, _KEY)
     aten.impl("convolution_backward_overrideable", device._convolve_backward, _KEY)
-    for name in _VIEWS:
+    for name in _VIEWS.split():
         aten.impl(name, _as_on("CPU", name), _KEY)
-    for name in _SPARSE:
+    for name in _SPARSE.split():
         aten.impl(name, _as_on("SparseCPU", name), f"Sparse{_KEY}")
     others = library("_", "IMPL")
     others.fallback(device._run, _KEY)

@@ -64,8 +64,7 @@ class FakeModule:
 
     def set_device(self, device: Any) -> None:
         """Sets this thread's device: an index or a device."""
-        index = device if isinstance(device, int) else torch.device(device).index
-        self._local.index = self.current_device() if index is None else index
+        self._local.index = self._index_of(device)
 
     @contextlib.contextmanager
     def device(self, device: Any) -> Iterator[None]:
@@ -79,13 +78,11 @@ class FakeModule:
 
     def Stream(self, device: Any = None, priority: int = 0) -> torch.Stream:
         """Returns a new stream. Its work is done at once, as that of all streams here."""
-        with self.device(self.current_device() if device is None else device):
-            return self._stream(next(_number), self.current_device())
+        return self._stream(next(_number), self._index_of(device))
 
     def current_stream(self, device: Any = None) -> torch.Stream:
         """Returns this thread's stream on a device, or on its current one."""
-        with self.device(self.current_device() if device is None else device):
-            index = self.current_device()
+        index = self._index_of(device)
         return self._stream(self._streams().get(index, 0), index)
 
     @contextlib.contextmanager
@@ -103,6 +100,10 @@ class FakeModule:
     def synchronize(self, device: Any = None) -> None:
         """Waits for all work of a device: there is none. It is recorded."""
         self._note("synchronize", self.current_stream(device).device_index)
+
+    def _index_of(self, device: Any) -> int:
+        index = device if device is None or isinstance(device, int) else torch.device(device).index
+        return self.current_device() if index is None else index
 
     def _streams(self) -> dict[int, int]:
         """Returns the number of this thread's stream for each device; those not in it have 0."""

@@ -10,20 +10,13 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from zrpc.runtime.context_thread import ContextThread
 from zrpc.runtime.thread_frames import thread_frames
-from zrpc.testing.procfs import (
-    children,
-    command_of,
-    descriptors,
-    native_threads,
-    polled_by,
-    socket_names,
-)
+from zrpc.testing import procfs
 from zrpc.transport.address import PrivateDirectory
 
 # What is stopping has this long to be gone.
@@ -83,7 +76,7 @@ class Resources:
 
     threads: frozenset[threading.Thread]
     processes: frozenset[int]
-    descriptors: dict[int, str]
+    descriptors: frozenset[tuple[int, str]]  # with what each points to
     native_threads: frozenset[int]
 
     @classmethod
@@ -91,9 +84,9 @@ class Resources:
         """Returns the current resources."""
         return cls(
             threads=frozenset(threading.enumerate()),
-            processes=frozenset(children()),
-            descriptors=descriptors(),
-            native_threads=frozenset(native_threads(_NATIVE_THREADS)),
+            processes=frozenset(procfs.children()),
+            descriptors=frozenset(procfs.descriptors().items()),
+            native_threads=frozenset(procfs.native_threads(_NATIVE_THREADS)),
         )
 
     def left_behind(self, within: float | None = None) -> list[str]:
@@ -126,7 +119,7 @@ class Resources:
             *(f"descriptor {fd}: {target}" for fd, target in self._new_descriptors().items()),
             *(
                 f"native thread {tid}: {name} (a ZeroMQ context that is not terminated)"
-                for tid, name in native_threads(_NATIVE_THREADS).items()
+                for tid, name in procfs.native_threads(_NATIVE_THREADS).items()
                 if tid not in self.native_threads | _lasting.native_threads
             ),
         ]
@@ -148,8 +141,8 @@ class Resources:
         ]
 
     def _new_processes(self) -> dict[int, str]:
-        new = set(children()) - self.processes - _lasting.processes
-        commands = {pid: command_of(pid) for pid in sorted(new)}
+        new = set(procfs.children()) - self.processes - _lasting.processes
+        commands = {pid: procfs.command_of(pid) for pid in sorted(new)}
         return {
             pid: command
             for pid, command in commands.items()
@@ -157,41 +150,40 @@ class Resources:
         }
 
     def _new_descriptors(self) -> dict[int, str]:
-        now = descriptors()
+        now, known = procfs.descriptors(), self.descriptors | _lasting.descriptors
         # Compare targets, not numbers: a file that was closed and reopened, as logs are, is the
         # same under another number, and a number that was reused is not.
         surplus = Counter(now.values())
-        surplus.subtract(Counter(self.descriptors.values()))
-        surplus.subtract(Counter(_lasting.descriptors.values()))
-        names: dict[str, str] | None = None
-        beside = _BesideAnotherMesh(self) if self._another_mesh_lives() else None
-        began_cuda = _uses_cuda(now) and not _uses_cuda(self.descriptors)
+        surplus.subtract(target for _, target in [*self.descriptors, *_lasting.descriptors])
         new = {}
-        for fd, target in sorted(now.items()):
-            known = target in (self.descriptors.get(fd), _lasting.descriptors.get(fd))
-            if known or surplus[target] <= 0:
-                continue
-            surplus[target] -= 1
-            if target.startswith(_LASTING_DESCRIPTORS) or fd == _resource_tracker():
-                continue
-            if names is None:
-                names = socket_names()
-            if began_cuda and (
-                target.startswith(_DRIVERS_DESCRIPTORS) or _DRIVERS_SOCKET in names.get(target, "")
-            ):
-                continue
-            if beside is not None and beside.may_have_opened(fd, target, names.get(target)):
-                continue
-            new[fd] = f"{target} {names.get(target, '')}".rstrip()
-        return new
+        for fd, target in sorted(now.items() - known):
+            if surplus[target] > 0:
+                surplus[target] -= 1
+                if not (target.startswith(_LASTING_DESCRIPTORS) or fd == _resource_tracker()):
+                    new[fd] = target
+        if not new:
+            return {}
+        names = procfs.socket_names()
+        beside = _BesideAnotherMesh(self) if self._another_mesh_lives() else None
+        began_cuda = _uses_cuda(now.items()) and not _uses_cuda(self.descriptors)
+        return {
+            fd: f"{target} {names.get(target, '')}".rstrip()
+            for fd, target in new.items()
+            if not (began_cuda and _may_be_drivers(target, names.get(target, "")))
+            and not (beside and beside.may_have_opened(fd, target, names.get(target)))
+        }
 
     def _another_mesh_lives(self) -> bool:
         """Returns whether agents that were there before are in this process."""
         return any(isinstance(each, ContextThread) and each.is_alive() for each in self.threads)
 
 
-def _uses_cuda(descriptors: dict[int, str]) -> bool:
-    return any(target.startswith(_DRIVERS_DEVICE) for target in descriptors.values())
+def _uses_cuda(descriptors: Iterable[tuple[int, str]]) -> bool:
+    return any(target.startswith(_DRIVERS_DEVICE) for _, target in descriptors)
+
+
+def _may_be_drivers(target: str, name: str) -> bool:
+    return target.startswith(_DRIVERS_DESCRIPTORS) or _DRIVERS_SOCKET in name
 
 
 class _BesideAnotherMesh:
@@ -202,8 +194,8 @@ class _BesideAnotherMesh:
     """
 
     def __init__(self, before: Resources) -> None:
-        pollers = [fd for fd, target in before.descriptors.items() if "[eventpoll]" in target]
-        self._polled = {fd for poller in pollers for fd in polled_by(poller)}
+        pollers = [fd for fd, target in before.descriptors if "[eventpoll]" in target]
+        self._polled = {fd for poller in pollers for fd in procfs.polled_by(poller)}
         self._own_directory = os.environ.get("ZRPC_RUNTIME_DIR", "")
 
     def may_have_opened(self, fd: int, target: str, name: str | None) -> bool:
@@ -217,7 +209,7 @@ class _BesideAnotherMesh:
 
 
 # The resources made inside `lasting`. Replaced as a whole, and so safe to read in any thread.
-_lasting = Resources(frozenset(), frozenset(), {}, frozenset())
+_lasting = Resources(frozenset(), frozenset(), frozenset(), frozenset())
 
 
 @contextlib.contextmanager
@@ -241,10 +233,7 @@ def lasting() -> Iterator[None]:
         _lasting = Resources(
             _lasting.threads | (now.threads - before.threads),
             _lasting.processes | (now.processes - before.processes),
-            {
-                **_lasting.descriptors,
-                **dict(now.descriptors.items() - before.descriptors.items()),
-            },
+            _lasting.descriptors | (now.descriptors - before.descriptors),
             _lasting.native_threads | (now.native_threads - before.native_threads),
         )
 
@@ -312,9 +301,8 @@ def files_in(directory: Path) -> list[str]:
 
 
 def _describe_thread(thread: threading.Thread) -> str:
-    frame = thread_frames().get(thread.ident or 0)
     where = ""
-    if frame is not None:
+    if (frame := thread_frames().get(thread.ident or 0)) is not None:
         # The innermost call that isn't in the module threading says most.
         stack = traceback.extract_stack(frame)
         last = next((f for f in reversed(stack) if f.filename != threading.__file__), stack[-1])
@@ -325,6 +313,4 @@ def _describe_thread(thread: threading.Thread) -> str:
 def _resource_tracker() -> int | None:
     """Returns multiprocessing's descriptor for its resource tracker, if there is one."""
     module = sys.modules.get("multiprocessing.resource_tracker")
-    tracker = getattr(module, "_resource_tracker", None)
-    fd: int | None = getattr(tracker, "_fd", None)
-    return fd
+    return getattr(getattr(module, "_resource_tracker", None), "_fd", None)

@@ -72,7 +72,6 @@ class Mesh:
         self._workers = list(workers)
         self._clean_up = clean_up
         self._relays: Relays | None = None
-        self._paused: set[str] = set()
         self._shut_down = False
 
     def __len__(self) -> int:
@@ -235,9 +234,7 @@ class Mesh:
         Raises:
             TypeError: the workers are threads.
         """
-        found = self._process(worker)
-        self._paused.add(found.name)
-        found.pause()
+        self._process(worker).pause()
 
     def resume(self, worker: str | int) -> None:
         """Resumes a paused worker's process (SIGCONT).
@@ -245,9 +242,7 @@ class Mesh:
         Raises:
             TypeError: the workers are threads.
         """
-        found = self._process(worker)
-        self._paused.discard(found.name)
-        found.resume()
+        self._process(worker).resume()
 
     def rank(self, worker: str | int) -> int:
         """Returns the rank of a worker, given its name or rank.
@@ -319,8 +314,6 @@ class Mesh:
                 self._relays.close()
 
     def _shutdown(self, graceful: bool) -> None:
-        for name in list(self._paused):
-            self.resume(name)
         if self._relays is not None:
             self._relays.mend()
         left: list[str] = []

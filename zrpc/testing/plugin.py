@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,9 +39,7 @@ class MakeMesh:
     """The type of the fixture ``make_mesh``."""
 
     def __init__(self, item: pytest.Item, spec: MeshSpec, watchdog: Watchdog) -> None:
-        module = item.getparent(pytest.Module)
-        self._by_value = [] if module is None else [module.obj.__name__]
-        self._capture = item.config.getoption("capture", "no") != "no"
+        self._ways = _ways_to_start(item.config, [item])
         self._spec = spec
         self._watchdog = watchdog
 
@@ -57,7 +55,7 @@ class MakeMesh:
 
         __tracebackhide__ = True
         spec = self._spec.replace(workers, processes, options)
-        return start_mesh(spec, self._watchdog, by_value=self._by_value, capture=self._capture)
+        return start_mesh(spec, self._watchdog, **self._ways)
 
 
 @pytest.fixture
@@ -88,7 +86,6 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
         def test_two_meshes(make_mesh):
             first, second = make_mesh(workers=2), make_mesh(workers=4, processes=True)
     """
-    from zrpc.testing.leaks import LeakError
     from zrpc.testing.startup import warm_up
     from zrpc.testing.watchdog import Watchdog
 
@@ -101,20 +98,16 @@ def make_mesh(request: pytest.FixtureRequest) -> Iterator[MakeMesh]:
     with Watchdog(spec.timeout, last_resort=lambda report: _exit(item, report)) as watchdog:
         item.stash[_watchdog] = request.config.stash[_watchdog] = watchdog
         # Until this phase of the test ends; the hooks below do the same for the other phases.
-        watchdog.allow_interrupt()
+        watchdog.may_interrupt = True
         yield MakeMesh(item, spec, watchdog)
-        watchdog.forbid_interrupt()
+        watchdog.may_interrupt = False
         passed = not item.stash.get(_failed, False)
         try:
-            with contextlib.ExitStack() as stack:
-                for mesh in watchdog.meshes:
-                    stack.callback(mesh.shutdown, graceful=passed)
+            _shut_down(watchdog.meshes, graceful=passed)
             if watchdog.timed_out is not None and passed:
                 raise watchdog.timed_out  # the test has caught it, but must not pass
-        except BaseException as error:
+        except BaseException:
             item.stash[_failed] = True
-            if isinstance(error, LeakError):
-                raise _error(error) from None
             raise
 
 
@@ -122,9 +115,7 @@ class MeshFactory:
     """The type of the fixture ``mesh_factory``."""
 
     def __init__(self, session: pytest.Session) -> None:
-        modules = (item.getparent(pytest.Module) for item in session.items)
-        self._by_value = sorted({module.obj.__name__ for module in modules if module is not None})
-        self._capture = session.config.getoption("capture", "no") != "no"
+        self._ways = _ways_to_start(session.config, session.items)
         self._meshes = session.config.stash[_shared] = []
 
     def __call__(self, workers: int = DEFAULT_WORKERS, **arguments: Any) -> Mesh:
@@ -132,15 +123,9 @@ class MeshFactory:
         from zrpc.testing.startup import start_shared_mesh
 
         __tracebackhide__ = True
-        spec = MeshSpec(workers, **arguments)
-        mesh = start_shared_mesh(spec, by_value=self._by_value, capture=self._capture)
+        mesh = start_shared_mesh(MeshSpec(workers, **arguments), **self._ways)
         self._meshes.append(mesh)
         return mesh
-
-    def _close(self, graceful: bool) -> None:
-        with contextlib.ExitStack() as stack:
-            for mesh in self._meshes:
-                stack.callback(mesh.shutdown, graceful)
 
 
 @pytest.fixture(scope="session")
@@ -156,14 +141,8 @@ def mesh_factory(request: pytest.FixtureRequest) -> Iterator[MeshFactory]:
         def workers(mesh_factory):
             return mesh_factory(workers=4, processes=True)
     """
-    from zrpc.testing.leaks import LeakError
-
-    factory = MeshFactory(request.session)
-    yield factory
-    try:
-        factory._close(graceful=not request.session.testsfailed)
-    except LeakError as error:
-        raise _error(error) from None
+    yield MeshFactory(request.session)
+    _shut_down(request.config.stash[_shared], graceful=not request.session.testsfailed)
 
 
 @pytest.fixture
@@ -179,17 +158,12 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         @pytest.mark.usefixtures("no_leaks")
         def test_start_and_stop(): ...
     """
-    from zrpc.testing.leaks import LeakError, no_leaks
+    from zrpc.testing.leaks import no_leaks
 
-    try:
-        with no_leaks():
-            yield
-            if request.node.stash.get(_failed, False):
-                raise _Failed  # the failure's traceback keeps the test's objects alive
-    except _Failed:
-        pass
-    except LeakError as error:
-        raise _error(error) from None
+    with contextlib.suppress(_Failed), _leaks_fail(), no_leaks():
+        yield
+        if request.node.stash.get(_failed, False):
+            raise _Failed  # the failure's traceback keeps the test's objects alive
 
 
 class _Failed(Exception):
@@ -225,7 +199,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
         raise
     finally:
         if _watchdog in item.stash:
-            item.stash[_watchdog].forbid_interrupt()
+            item.stash[_watchdog].may_interrupt = False
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)
@@ -288,9 +262,29 @@ def _interruptible(item: pytest.Item, cleanup: bool = False) -> Iterator[None]:
         raise
 
 
-def _error(error: BaseException) -> BaseException:
-    """Returns the error in a form that pytest shows without zrpc's stack, which says nothing."""
-    return pytest.fail.Exception(str(error), pytrace=False)
+@contextlib.contextmanager
+def _leaks_fail() -> Iterator[None]:
+    """Makes pytest show leaks without zrpc's stack, which says nothing."""
+    from zrpc.testing.leaks import LeakError
+
+    try:
+        yield
+    except LeakError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
+
+
+def _shut_down(meshes: list[Mesh], graceful: bool) -> None:
+    """Shuts all meshes down, the latest first; raises an error only then."""
+    with _leaks_fail(), contextlib.ExitStack() as stack:
+        for mesh in meshes:
+            stack.callback(mesh.shutdown, graceful)
+
+
+def _ways_to_start(config: pytest.Config, items: Sequence[pytest.Item]) -> dict[str, Any]:
+    """Returns the arguments of `start_mesh` that depend on pytest: for the meshes of tests."""
+    modules = (item.getparent(pytest.Module) for item in items)
+    by_value = sorted({module.obj.__name__ for module in modules if module is not None})
+    return {"by_value": by_value, "capture": config.getoption("capture", "no") != "no"}
 
 
 def _spec_of(item: pytest.Item) -> MeshSpec:

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -121,13 +121,12 @@ class ProcessWorker(Worker):
         self._shared = shared
         self._restarts = restarts
         self._output_path = shared.home / f"{name}.output" if shared.capture else None
-        self._stacks_path = shared.home / f"{name}.stacks"
-        self._interrupts_path = shared.home / f"{name}.interrupts"
+        self._settings = WorkerSettings(name, rank, shared.spec, shared.home)
         self._pid: int | None = None
         # A pidfd for signals: unlike a process id, it can't come to mean another process. -1 if
         # there is none. Guarded by self._lock, since it is closed when the process exits.
         self._process = -1
-        self._killed = False
+        self._paused = False  # by `pause`: what else has stopped it must show
         self._shown = 0  # how much of the output new_output() has returned
         self._kept_output = ""  # all of the output, after its file was removed
         self._exit: int | None = None
@@ -142,11 +141,6 @@ class ProcessWorker(Worker):
     def label(self) -> str:
         """The worker's name and process, for a reader."""
         return f"{self.name} (pid {self._pid})"
-
-    @property
-    def killed(self) -> bool:
-        """Whether the test has killed it."""
-        return self._killed
 
     @property
     def pid(self) -> int:
@@ -188,12 +182,14 @@ class ProcessWorker(Worker):
         with self._lock:
             pending = work in self._pending
         if pending:
-            with open(self._interrupts_path, "a") as file:
+            with self._settings.interrupts_path.open("a") as file:
                 file.write(f"{work.number}\n")
             self._signal(INTERRUPT_SIGNAL)
 
     def shutdown(self, graceful: bool) -> Work[list[str]]:
         """Makes the worker leave its mesh; its process keeps running."""
+        if self._paused:
+            self.resume()
         return self._request("shuts down", "shutdown", graceful, self._shared.spec.leaks)
 
     def ask_for_stacks(self) -> None:
@@ -210,7 +206,7 @@ class ProcessWorker(Worker):
         while time.monotonic() < deadline and (not text or len(text) != size):
             size = len(text)
             time.sleep(_STACKS_SETTLE_SECONDS)
-            text = read_text(self._stacks_path)
+            text = read_text(self._settings.stacks_path)
         return (
             _OUTERMOST.sub("", text)
             or f"none within {_STACKS_SECONDS:g} s; state: {state_of(self._pid)}\n"
@@ -228,12 +224,13 @@ class ProcessWorker(Worker):
 
     def kill(self, timeout: float) -> None:
         """Kills the process and waits until it is dead, at most ``timeout`` seconds."""
-        self._killed = True
+        self.killed = True
         self.abort()
         self._reader.join(timeout)
 
     def pause(self) -> None:
         """Pauses the process, and waits until it is paused."""
+        self._paused = True
         self._signal(signal.SIGSTOP)
         deadline = time.monotonic() + _SIGNAL_SECONDS
         while state_of(self.pid) not in ("T", "Z", "") and time.monotonic() < deadline:
@@ -241,6 +238,7 @@ class ProcessWorker(Worker):
 
     def resume(self) -> None:
         """Resumes the process."""
+        self._paused = False
         self._signal(signal.SIGCONT)
 
     def abort(self) -> None:
@@ -279,19 +277,7 @@ class ProcessWorker(Worker):
         return left
 
     def _task(self, fd: int) -> Task:
-        spec, home = self._shared.spec, self._shared.home
-        settings = WorkerSettings(
-            name=self.name,
-            rank=self.rank,
-            world_size=None if spec.elastic else spec.workers,
-            # A store that is a file needs no port and no server thread in this process, and it
-            # survives the death of any worker.
-            options={"init_method": f"file://{home}/store", **spec.options},
-            socket=fd,
-            stacks_path=str(self._stacks_path),
-            interrupts_path=str(self._interrupts_path),
-            fake_device=_has_fake_device(),
-        )
+        settings = replace(self._settings, socket=fd, fake_device=_has_fake_device())
         return Task.function("zrpc.testing.child:main", settings).within(
             cwd=os.getcwd(),
             env={
@@ -315,12 +301,8 @@ class ProcessWorker(Worker):
         if self._output_path is None:
             yield 1, 2
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        fd = os.open(self._output_path, flags, 0o600)
-        try:
-            yield fd, fd
-        finally:
-            os.close(fd)
+        with open(self._output_path, "ab") as output:  # a successor writes to it, too
+            yield output.fileno(), output.fileno()
 
     def _request(self, what: str, *request: Any) -> Work[Any]:
         with self._sending:

@@ -18,10 +18,7 @@ from zrpc.testing.stacks import stacks_of
 from zrpc.testing.worker import Work, Worker, name_of
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from zrpc.agent.agent import Agent
-    from zrpc.membership.secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +30,20 @@ def thread_workers(spec: MeshSpec) -> list[Worker]:
     import_core()
     import torch.distributed as dist
 
+    from zrpc.bootstrap import join_mesh
     from zrpc.membership.secret import ClusterSecret, new_secret
+    from zrpc.options import ZmqRpcBackendOptions
 
+    size = None if spec.elastic else spec.workers
     store, secret = dist.HashStore(), ClusterSecret(new_secret())
-    return [ThreadWorker(name, rank, spec, store, secret) for rank, name in enumerate(spec.names)]
+
+    def join(name: str, rank: int) -> Agent:
+        options = ZmqRpcBackendOptions(**spec.options)
+        return join_mesh(
+            name, rank=rank, world_size=size, store=store, options=options, secret=secret
+        )
+
+    return [ThreadWorker(name, rank, join) for rank, name in enumerate(spec.names)]
 
 
 def import_core() -> None:
@@ -50,15 +57,17 @@ def import_core() -> None:
 
 
 class ThreadWorker(Worker):
-    """A worker that is a thread of this process; see `Worker`."""
+    """A worker that is a thread of this process; see `Worker`.
 
-    def __init__(
-        self, name: str, rank: int, spec: MeshSpec, store: dist.Store, secret: ClusterSecret
-    ) -> None:
+    Args:
+        name: the worker's name in the mesh.
+        rank: the worker's rank.
+        join: makes an agent that has joined the mesh, given the name and the rank.
+    """
+
+    def __init__(self, name: str, rank: int, join: Callable[[str, int], Agent]) -> None:
         super().__init__(name, rank)
-        self._secret = secret
-        self._spec = spec
-        self._store = store
+        self._join = join
         # Set and cleared by the worker's thread.
         self._agent: Agent | None = None
         self._current: Work[Any] | None = None  # the latest that its thread has begun
@@ -106,7 +115,7 @@ class ThreadWorker(Worker):
                 return
             begun = work is self._current
             if begun:
-                self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
+                self._abandon_thread()
                 self._thread = self._new_thread()
                 self._thread.start()
         if begun:
@@ -158,9 +167,12 @@ class ThreadWorker(Worker):
             if thread is not None and thread.ident is not None:
                 thread.join(timeout)
         if self._thread.is_alive():
-            # A thread can't be killed. It must not be taken for one of a later mesh.
-            self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
+            self._abandon_thread()
         return []
+
+    def _abandon_thread(self) -> None:
+        # A thread can't be killed. It must not be taken for one of a later mesh.
+        self._thread.name = f"zrpc-test-abandoned-{self._thread.native_id}"
 
     def _new_thread(self) -> threading.Thread:
         name = f"zrpc-test-{self.name}-main"
@@ -173,17 +185,7 @@ class ThreadWorker(Worker):
         return future
 
     def _start(self) -> None:
-        from zrpc.bootstrap import join_mesh
-        from zrpc.options import ZmqRpcBackendOptions
-
-        agent = join_mesh(
-            self.name,
-            rank=self.rank,
-            world_size=None if self._spec.elastic else self._spec.workers,
-            store=self._store,
-            options=ZmqRpcBackendOptions(**self._spec.options),
-            secret=self._secret,
-        )
+        agent = self._join(self.name, self.rank)
         with self._lock:
             self._agent = agent
             aborted = self._error is not None
@@ -194,7 +196,10 @@ class ThreadWorker(Worker):
         """Runs in the worker's thread."""
         while (task := self._tasks.get()) is not None:
             future, work = task
-            if not self._begin(future):
+            with self._lock:
+                begins = future in self._pending  # somebody still waits for it
+                self._current = future if begins else None
+            if not begins:
                 continue
             value, error = None, None
             try:
@@ -210,9 +215,3 @@ class ThreadWorker(Worker):
             del task, future, work, value, error
             if threading.current_thread() is not self._thread:
                 return  # it was interrupted, and another thread has gone on
-
-    def _begin(self, work: Work[Any]) -> bool:
-        """Returns whether somebody still waits for the work, which is the current one then."""
-        with self._lock:
-            self._current = work if work in self._pending else None
-            return self._current is not None

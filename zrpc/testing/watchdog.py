@@ -78,7 +78,7 @@ class Watchdog:
         self._meshes: list[Mesh] = []
         self._closed = threading.Event()
         # Whether the main thread may be interrupted now. Only the main thread writes it.
-        self._interruptible = False
+        self.may_interrupt = False
         # Whether the main thread has left the code that has entered, and need not be interrupted.
         self._left = False
         self._thread = threading.Thread(target=self._run, name="zrpc-watchdog", daemon=True)
@@ -93,7 +93,7 @@ class Watchdog:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.forbid_interrupt()
+        self.may_interrupt = False
         self._closed.set()
         self._thread.join()
         if self._in_main:
@@ -135,20 +135,11 @@ class Watchdog:
         Args:
             cleanup: whether its body cleans up. If that begins after the deadline, it has its time.
         """
-        if not (cleanup and not self.remaining()):
-            self.allow_interrupt()
+        self.may_interrupt = not cleanup or self.remaining() > 0
         try:
             yield
         finally:
-            self.forbid_interrupt()
-
-    def allow_interrupt(self) -> None:
-        """Lets the deadline interrupt the main thread, at once if it has passed."""
-        self._interruptible = True
-
-    def forbid_interrupt(self) -> None:
-        """Ends what `allow_interrupt` began."""
-        self._interruptible = False
+            self.may_interrupt = False
 
     def _run(self) -> None:
         """Runs in the watchdog's thread."""
@@ -180,7 +171,7 @@ class Watchdog:
 
     def _interrupt_main(self) -> None:
         """Interrupts the main thread if it may be."""
-        if self._in_main and self._interruptible:
+        if self._in_main and self.may_interrupt:
             ident = threading.main_thread().ident
             assert ident is not None  # the main thread runs
             signal.pthread_kill(ident, _SIGNAL)
@@ -188,10 +179,10 @@ class Watchdog:
     def _interrupt(self, frame: FrameType | None) -> None:
         """Runs in the main thread, between two instructions."""
         __tracebackhide__ = True
-        if self.timed_out is None or not self._interruptible:
+        if self.timed_out is None or not self.may_interrupt:
             return
         # Only once: the clean-up that follows must have its time.
-        self._interruptible = False
+        self.may_interrupt = False
         entry = self._entry
         if entry is not None and not entry.runs_in(frame):
             self._left = entry.has_returned()

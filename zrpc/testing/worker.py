@@ -34,12 +34,16 @@ class Worker(ABC):
         name: the worker's name in the mesh.
         rank: the worker's rank.
 
+    Attributes:
+        killed: whether the test has killed it.
+
     All methods may be called from any thread. Subclasses decide where the functions run.
     """
 
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
         self.rank = rank
+        self.killed = False
         # The lock guards the attributes below; no other lock is taken while it is held.
         self._lock = threading.Lock()
         self._pending: dict[Work[Any], str] = {}
@@ -70,11 +74,6 @@ class Worker(ABC):
 
         Does nothing if it has ended. If it has not begun, it never will.
         """
-
-    @property
-    def killed(self) -> bool:
-        """Whether the test has killed it."""
-        return False
 
     def new_output(self) -> str:
         """Returns what it wrote to stdout and stderr since the last call, if that is kept."""

@@ -61,7 +61,7 @@ def burst(client: Client) -> None:
     calls = [(client.random_peer(), client.random_int()) for _ in range(client.random_int(2, 40))]
     futures = [zrpc.rpc_async(to, targets.scale, (tensor, factor)) for to, factor in calls]
     checked = zip(futures, calls, strict=True)
-    _wait_for_all([partial(_check_scaled, each, tensor * factor) for each, (_, factor) in checked])
+    wait_for_all([partial(_check_scaled, each, tensor * factor) for each, (_, factor) in checked])
 
 
 def _check_scaled(future: Any, expected: torch.Tensor) -> None:
@@ -75,7 +75,7 @@ def marks(client: Client) -> None:
     for _ in range(client.random_int(1, 10)):
         futures.append(zrpc.rpc_async(to, targets.mark, (client.client_name,)))
         client.marks_sent[to] += 1
-    _wait_for_all([future.wait for future in futures])
+    wait_for_all([future.wait for future in futures])
 
 
 def chained(client: Client) -> None:
@@ -102,7 +102,7 @@ def asynchronous(client: Client) -> None:
     slow = zrpc.rpc_async(to, slowly, (tensor, factor, client.rng.random() / 20))
     asked = zrpc.rpc_async(to, targets.ask_another, (client.random_peer(), tensor, factor))
     scaled = tensor * factor
-    _wait_for_all([partial(_check_scaled, slow, scaled), partial(_check_scaled, asked, scaled + 1)])
+    wait_for_all([partial(_check_scaled, slow, scaled), partial(_check_scaled, asked, scaled + 1)])
 
 
 def large(client: Client) -> None:
@@ -139,32 +139,24 @@ def _echo(*values: Any) -> Any:
 def errors(client: Client) -> None:
     """Makes calls that fail."""
     to, number, text = client.random_peer(), client.random_int(), client.unique_key()
-    error = _error_of(lambda: zrpc.rpc_sync(to, targets.complain, (number, text)))
-    client.expect("type", targets.ComplaintError, type(error))
+    error = _error_of(targets.ComplaintError, zrpc.rpc_sync, to, targets.complain, (number, text))
     client.expect("arguments", (number, text), error.args)
     client.expect("cause", RemoteError, type(error.__cause__))
     future: zrpc.Future[Any] = zrpc.rpc_async(to, targets.complain_oddly, (text,))
-    error = _error_of(future.wait)
-    client.expect("type", RemoteError, type(error))
+    error = _error_of(RemoteError, future.wait)
     client.expect("the text is in the message", True, text in str(error))
-    error = _error_of(lambda: zrpc.rpc_sync(to, targets.unpicklable))
-    client.expect("type", SerializationError, type(error))
-    error = _error_of(lambda: zrpc.rpc_sync("nobody", targets.rest, (0,)))
-    client.expect("type", RpcError, type(error))
+    _error_of(SerializationError, zrpc.rpc_sync, to, targets.unpicklable)
+    _error_of(RpcError, zrpc.rpc_sync, "nobody", targets.rest, (0,))
 
 
 def timeouts(client: Client) -> None:
     """Makes a call that takes longer than its timeout."""
+    call = partial(zrpc.rpc_sync, timeout=_TIMEOUT_SECONDS)
     began = time.monotonic()
-    to = client.random_peer()
-    error = _error_of(
-        lambda: zrpc.rpc_sync(to, targets.rest, (_HANDLER_SECONDS,), timeout=_TIMEOUT_SECONDS)
-    )
+    _error_of(RpcTimeoutError, call, client.random_peer(), targets.rest, (_HANDLER_SECONDS,))
     taken = time.monotonic() - began
-    client.expect("type", RpcTimeoutError, type(error))
-    client.expect(
-        f"{taken} s is a plausible time", True, _TIMEOUT_SECONDS <= taken < _MAX_ERROR_SECONDS
-    )
+    plausible = _TIMEOUT_SECONDS <= taken < _MAX_ERROR_SECONDS
+    client.expect(f"{taken} s is a plausible time", True, plausible)
 
 
 def cancels(client: Client) -> None:
@@ -175,13 +167,13 @@ def cancels(client: Client) -> None:
         for _ in range(client.random_int(1, 6))
     ]
     time.sleep(client.rng.choice([0.0, 0.002, 0.02]))
-    _wait_for_all([partial(_cancel, client, future) for future in futures])
+    wait_for_all([partial(_cancel, client, future) for future in futures])
 
 
 def _cancel(client: Client, future: Any) -> None:
     if not future.cancel():
         raise CheckFailed(f"expected a call in progress, found that it returned {future.wait()!r}")
-    client.expect("type", RpcCancelledError, type(_error_of(future.wait)))
+    _error_of(RpcCancelledError, future.wait)
     client.expect("cancelled", (True, False), (future.cancelled(), future.cancel()))
 
 
@@ -193,18 +185,20 @@ def count_marks(client: Client) -> None:
             client.expect(f"calls that ran on {to}", sent, found)
 
 
-def _error_of(call: Callable[[], Any]) -> Exception:
+def _error_of(kind: type[Exception], call: Callable[..., Any], *args: Any) -> Exception:
     """Returns the error that a call fails with, but raises it if a worker is no longer there."""
     try:
-        value = call()
+        value = call(*args)
     except (zrpc.WorkerDied, zrpc.NotInitializedError):
         raise
     except Exception as error:
-        return error
+        if type(error) is kind:
+            return error
+        raise CheckFailed(f"type: expected {kind!r}, found {type(error)!r}") from error
     raise CheckFailed(f"expected an error, found {value!r}")
 
 
-def _wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
+def wait_for_all(waits: Sequence[Callable[[], Any]]) -> None:
     """Calls all of them, then raises the first error."""
     found = []
     for wait in waits:

@@ -20,6 +20,11 @@ from zrpc.testing.watchdog import Watchdog
 
 T = TypeVar("T")
 
+
+class _ViolationFound(Exception):
+    """The episode can't go on; the report already has the reason."""
+
+
 # A mesh that takes this much longer than all of its phases hangs. Each step with a time limit of
 # its own has less: the end of a phase, the idle moment after it, the shutdown.
 _OVERHEAD_SECONDS = 240.0
@@ -58,6 +63,8 @@ def run_episode(
                 mesh = start_mesh(spec, watchdog, capture=True)
                 report.counts["worker joined"] += workers
                 _Driver(episode, mesh, report, show).run()
+        except _ViolationFound:
+            pass
         except (MeshTimeout, LeakError) as error:
             violations.append(str(error))
         except Exception as error:
@@ -85,52 +92,50 @@ class _Driver:
 
     def run(self) -> None:
         """Runs the episode and shuts the mesh down, by force if something went wrong."""
-        well = False
         try:
             self._directories = self._all(phase.prepare)
-            well = self._run_phases() and self._shut_down()
-        finally:
-            if not well:
-                self._show_outputs()
-                self._mesh.shutdown(graceful=False)
+            self._run_phases()
+            self._shut_down()
+        except BaseException:
+            self._show_outputs()
+            self._mesh.shutdown(graceful=False)
+            raise
 
-    def _run_phases(self) -> bool:
-        """Runs all phases, until something goes wrong."""
+    def _run_phases(self) -> None:
         for pause in self._episode.pauses:
-            if not self._run_phase("all live", pause):
-                return False
+            self._run_phase("all live", pause)
         *others, last = self._episode.deaths
         for death in others:
-            if not (
-                self._run_death(death) and self._restart() and self._run_phase("all live again")
-            ):
-                return False
-        if not self._run_death(last):
-            return False
-        found = self._leak_check.violations()
-        self._report.tally.violations += found
+            self._run_death(death)
+            self._restart(death.rank)
+            self._run_phase("all live again")
+        self._run_death(last)
         self._report.growth += self._leak_check.bytes_grown()
-        return not found
+        self._report_violations(self._leak_check.violations())
 
-    def _run_death(self, death: Death) -> bool:
+    def _report_violations(self, found: Sequence[str] = ()) -> None:
+        """Adds what was found to the report; raises if this has any violation."""
+        self._report.tally.violations += found
+        if self._report.tally.violations:
+            raise _ViolationFound
+
+    def _run_death(self, death: Death) -> None:
         """Runs the phase in which a worker is killed, and the next one without it."""
         self._death = death
-        return self._run_phase("one dies") and self._run_phase("one is dead")
+        self._run_phase("one dies")
+        self._run_phase("one is dead")
 
-    def _restart(self) -> bool:
+    def _restart(self, rank: int) -> None:
         """Runs a phase in which the dead worker is restarted and joins the others."""
-        assert self._death is not None
-        rank = self._death.rank
-        well = self._run_phase("one comes back", restarts=True)
+        self._run_phase("one comes back", restarts=True)
         self._living.append(rank)
         self._fresh.add(rank)
         self._directories[rank] = self._mesh.run(rank, phase.prepare)
         self._death = None
         self._report.counts["worker joined again"] += 1
-        return well
 
-    def _run_phase(self, what: str, pause: Pause | None = None, restarts: bool = False) -> bool:
-        """Runs one phase and checks the resources after it; returns whether all is right."""
+    def _run_phase(self, what: str, pause: Pause | None = None, restarts: bool = False) -> None:
+        """Runs one phase and checks the resources after it."""
         total = round(self._episode.length / self._episode.seconds)
         self._number += 1
         self._show(f"phase {self._number} of {total}, {what}")
@@ -151,8 +156,8 @@ class _Driver:
         self._fresh -= tallies.keys()
         for tally in tallies.values():
             self._report.tally.add(tally)
-        # After a violation, leftovers prove nothing.
-        return not self._report.tally.violations and self._check_resources()
+        self._report_violations()  # after one, leftovers would prove nothing
+        self._check_resources()
 
     def _settings(self, rank: int, dead: bool) -> Phase:
         episode, names, death = self._episode, self._mesh.names, self._death
@@ -192,41 +197,33 @@ class _Driver:
             name = self._mesh.names[rank]
             if any(when < before for when in [*tally.deaths_seen_at, *tally.notified_at]):
                 violations.append(f"{name} declared a worker dead that was still alive")
-            for when in tally.notified_at:
-                self._report.notice_seconds.append(when - before)
-                if when - before > _NOTICE_SECONDS:
-                    violations.append(
-                        f"{name} was notified of a death {when - before:.1f} s after it"
-                    )
+            for taken in [when - before for when in tally.notified_at]:
+                self._report.notice_seconds.append(taken)
+                if taken > _NOTICE_SECONDS:
+                    violations.append(f"{name} was notified of a death {taken:.1f} s after it")
         return tallies
 
-    def _check_resources(self) -> bool:
-        found = self._all(resources.measure)
-        self._leak_check.add(
-            {rank: each for rank, each in found.items() if rank not in self._fresh}
-        )
-        left = [
-            f"{self._mesh.names[rank]}: {line}" for rank, i in found.items() for line in i.leftovers
-        ]
+    def _check_resources(self) -> None:
+        left = []
+        for rank, each in self._all(resources.measure).items():
+            left += [f"{self._mesh.names[rank]}: {line}" for line in each.leftovers]
+            if rank not in self._fresh:
+                self._leak_check.add(rank, each)
         if left:
-            self._report.tally.violations.append(
-                "no work was in progress, but there still were:\n" + "\n".join(left)
-            )
-        return not left
+            text = "\n".join(["no work was in progress, but there still were:", *left])
+            self._report_violations([text])
 
-    def _shut_down(self) -> bool:
+    def _shut_down(self) -> None:
         """Shuts the mesh down as a program would. The mesh itself checks for leaks."""
         self._show("the mesh ends")
         self._all(zrpc.shutdown, True, _SHUTDOWN_SECONDS)
         self._report.counts["worker left"] += len(self._living)
         directories = [self._directories[rank] for rank in self._living]
         left = [directory for directory in directories if os.path.lexists(directory)]
-        if left:
-            self._report.tally.violations.append(
-                f"expected no socket files after the shutdown, found them in {left}"
-            )
         self._mesh.shutdown()
-        return not left
+        if left:
+            text = f"expected no socket files after the shutdown, found them in {left}"
+            self._report_violations([text])
 
     def _show_outputs(self) -> None:
         for name in self._mesh.names:

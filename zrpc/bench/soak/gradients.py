@@ -47,8 +47,7 @@ def _forward_here(route: list[str], weights: dict[str, torch.Tensor], x: Any) ->
     hidden = torch.sin(x @ weights[route[0]])
     if route[1:]:
         hidden = _forward_here(route[1:], weights, hidden)
-    result: torch.Tensor = hidden + x
-    return result
+    return hidden + x  # type: ignore[no-any-return]
 
 
 def _gradient(context_id: int, seed: int) -> torch.Tensor | None:

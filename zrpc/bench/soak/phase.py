@@ -97,9 +97,9 @@ def run_phase(phase: Phase) -> Tally:
     peers = [name for name in phase.names if name != me]
     until = time.monotonic() + phase.seconds
     tally = Tally()
-    doomed_calls = (
-        _DoomedCalls(phase.doomed) if phase.doomed not in (None, me) and not phase.dead else None
-    )
+    doomed_calls = None
+    if phase.doomed not in (None, me) and not phase.dead:
+        doomed_calls = _DoomedCalls(phase.doomed)
     names = [f"{phase.name}.{me}.{number}" for number in range(phase.clients)]
     clients = [
         Client(name, me, peers, phase.doomed, until, _ACTIONS, phase.warm_up) for name in names

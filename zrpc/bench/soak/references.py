@@ -7,6 +7,7 @@ from typing import Any
 
 import zrpc
 from zrpc.bench.soak import targets
+from zrpc.bench.soak.calls import wait_for_all
 from zrpc.bench.soak.client import Action, Client
 
 # The most RRefs that a client keeps from one action to the next.
@@ -23,14 +24,12 @@ class _Kept:
 
 def make(client: Client) -> None:
     """Creates an account on another worker and keeps it."""
-    total = client.random_int()
-    owner = client.random_peer()
+    total, owner = client.random_int(), client.random_peer()
     rref = zrpc.remote(owner, targets.Account, (total,))
-    kept = _Kept(rref, total)
     if client.rng.random() < 0.5:  # otherwise a later use shows whether it exists
         client.expect("the total", total, rref.to_here().total)
     client.expect("the owner", (owner, False), (rref.owner_name(), rref.is_owner()))
-    _put(client, kept)
+    _put(client, _Kept(rref, total))
 
 
 def own(client: Client) -> None:
@@ -92,14 +91,7 @@ def share(client: Client) -> None:
     amounts = [client.random_int() for _ in range(client.random_int(1, 4))]
     rref = zrpc.remote(client.random_peer(), targets.later, (total, client.rng.random() / 50))
     futures = [zrpc.rpc_async(client.random_peer(), targets.add_at, (rref, a)) for a in amounts]
-    errors = []
-    for future in futures:
-        try:
-            future.wait()
-        except zrpc.WorkerDied as error:  # the others are still waited for
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    wait_for_all([future.wait for future in futures])
     client.expect("the sum of all", total + sum(amounts), rref.to_here().total)
 
 
@@ -142,10 +134,7 @@ def _put(client: Client, kept: _Kept) -> None:
 
 def _take(client: Client) -> _Kept | None:
     """Removes and returns a random kept account. After an error it is not put back."""
-    if not client.kept:
-        return None
-    kept: _Kept = client.kept.pop(client.rng.randrange(len(client.kept)))
-    return kept
+    return client.kept.pop(client.rng.randrange(len(client.kept))) if client.kept else None
 
 
 ACTIONS: list[tuple[Action, int]] = [

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -30,17 +31,20 @@ if TYPE_CHECKING:
 
 _SETTLE_SECONDS = 20.0
 _POLL_SECONDS = 0.02
+_USED, _RESIDENT = "bytes in use by malloc", "resident bytes"
 # How much a worker may grow after its first phase. That phase has not yet filled everything: the
 # caches of torch and Python, one socket for each peer, 4096 ids of contexts that have ended. With
 # these bounds a leak of 1 KB per action is found in a minute, and one of 20 bytes in an hour.
-_MAX_BYTES = 6 << 20
-_MAX_BLOCKS = 30_000
-_MAX_OBJECTS = 100
-_MAX_THREADS = 40
-_MAX_DESCRIPTORS = 40
-# Memory that malloc can't give back, which is no leak: it grows for some minutes, in each thread's
-# arena. How far depends on the sizes of tensors, so this bound is wide.
-_MAX_RESIDENT_BYTES = 256 << 20
+_MAX_GROWTH = {
+    _USED: 6 << 20,
+    "blocks in use by Python": 30_000,
+    # This includes memory that malloc can't give back, which is no leak: it grows for some minutes,
+    # in each thread's arena. How far depends on the sizes of tensors, so this bound is wide.
+    _RESIDENT: 256 << 20,
+    "threads": 40,
+    "descriptors": 40,
+}
+_MAX_OBJECTS = 100  # more of each type
 
 
 @dataclass
@@ -49,23 +53,11 @@ class Resources:
 
     Attributes:
         leftovers: one line for each kind of object that should be gone.
-        memory: bytes that malloc has given out; 0 if the C library can't report them.
-        blocks: the number of memory blocks that Python has allocated for its objects.
-        resident: resident bytes of this process alone: those of malloc, those that malloc can't
-            give back because they are fragmented, and stacks. Shared memory is not counted.
-        threads: the number of threads.
-        descriptors: the number of descriptors, without those of shared memory segments, which are
-            kept for a while and whose number is bounded.
-        objects: the number of objects by type, for zrpc's types and tensors.
+        amounts: how much it has of each resource in `_MAX_GROWTH`, and of the objects of each type.
     """
 
     leftovers: list[str]
-    memory: int
-    blocks: int
-    resident: int
-    threads: int
-    descriptors: int
-    objects: Counter[str]
+    amounts: dict[str, int]
 
 
 def measure() -> Resources:
@@ -81,15 +73,16 @@ def measure() -> Resources:
         gc.collect()
         time.sleep(_POLL_SECONDS)  # there is no event for all of these
     gc.collect()
-    return Resources(
-        leftovers=left,
-        memory=_memory_in_use(),
-        blocks=sys.getallocatedblocks(),
-        resident=_resident(),
-        threads=threading.active_count(),
-        descriptors=sum("/memfd:zrpc-" not in target for target in descriptors().values()),
-        objects=_objects(),
-    )
+    amounts = {
+        _USED: _memory_in_use(),
+        "blocks in use by Python": sys.getallocatedblocks(),
+        _RESIDENT: _resident(),
+        "threads": threading.active_count(),
+        # Without segments of shared memory: they are kept for a while, and their number is bounded.
+        "descriptors": sum("/memfd:zrpc-" not in target for target in descriptors().values()),
+        **{f"objects of {kind}": count for kind, count in _objects().items()},
+    }
+    return Resources(left, amounts)
 
 
 def outstanding_work() -> str:
@@ -107,10 +100,9 @@ def outstanding_work() -> str:
         for call in sorted(agent.caller.calls.in_flight(), key=lambda call: call.begun)
     ]
     sent = {number: agent.network.sent([number]) for number in members}
+    received = dict(agent.dispatcher.received)
     lines.append(f"messages sent, by the number of the receiver: {sent}")
-    lines.append(
-        f"messages received, by the number of the sender: {dict(agent.dispatcher.received)}"
-    )
+    lines.append(f"messages received, by the number of the sender: {received}")
     return "\n".join(lines)
 
 
@@ -146,8 +138,7 @@ def _left(agent: Agent) -> list[str]:
 def _objects() -> Counter[str]:
     """Counts the objects known to the garbage collector, by type: zrpc's types and tensors."""
     found: Counter[str] = Counter()
-    for each in gc.get_objects():
-        kind = type(each)
+    for kind in map(type, gc.get_objects()):
         module = getattr(kind, "__module__", None)
         if isinstance(module, str) and module.startswith("zrpc."):
             found[f"{module}.{kind.__qualname__}"] += 1
@@ -159,13 +150,8 @@ def _objects() -> Counter[str]:
 class _Mallinfo(ctypes.Structure):
     """The result of glibc's ``mallinfo2``: sums over all arenas."""
 
-    _fields_ = [
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    ]
+    _names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in _names.split()]
 
 
 def _memory_in_use() -> int:
@@ -176,12 +162,15 @@ def _memory_in_use() -> int:
         return 0
     mallinfo2.restype = _Mallinfo
     info = mallinfo2()
-    total: int = info.uordblks + info.hblkhd
-    return total
+    return int(info.uordblks + info.hblkhd)
 
 
 def _resident() -> int:
-    """Returns the resident bytes of this process alone, after malloc has freed what it can."""
+    """Returns the resident bytes of this process alone, after malloc has freed what it can.
+
+    Those are malloc's, also what it can't give back because it is fragmented, and stacks. Shared
+    memory is not counted.
+    """
     give_back_freed_memory()
     return read_kib("/proc/self/status", "RssAnon")
 
@@ -190,14 +179,13 @@ class LeakCheck:
     """The first and last resources of each worker, by rank, and their differences."""
 
     def __init__(self) -> None:
-        self._first: dict[int, Resources] = {}
-        self._last: dict[int, Resources] = {}
+        self._first: dict[int, dict[str, int]] = {}
+        self._last: dict[int, dict[str, int]] = {}
 
-    def add(self, found: dict[int, Resources]) -> None:
-        """Adds the resources of one idle moment."""
-        self._last.update(found)
-        for rank, each in found.items():
-            self._first.setdefault(rank, each)
+    def add(self, rank: int, found: Resources) -> None:
+        """Adds the resources of a worker in one idle moment."""
+        self._last[rank] = found.amounts
+        self._first.setdefault(rank, found.amounts)
 
     def remove(self, rank: int) -> None:
         """Removes a worker that is dead."""
@@ -207,8 +195,8 @@ class LeakCheck:
     def bytes_grown(self) -> list[tuple[int, int]]:
         """Returns for each worker the growth of its bytes in use, and of its resident bytes."""
         return [
-            (last.memory - first.memory, last.resident - first.resident)
-            for first, last in ((self._first[rank], last) for rank, last in self._last.items())
+            (last[_USED] - self._first[rank][_USED], last[_RESIDENT] - self._first[rank][_RESIDENT])
+            for rank, last in self._last.items()
         ]
 
     def violations(self) -> list[str]:
@@ -220,20 +208,10 @@ class LeakCheck:
         ]
 
 
-def _excess_growth(first: Resources, last: Resources) -> list[str]:
-    bounds = {
-        "bytes in use by malloc": (first.memory, last.memory, _MAX_BYTES),
-        "blocks in use by Python": (first.blocks, last.blocks, _MAX_BLOCKS),
-        "resident bytes": (first.resident, last.resident, _MAX_RESIDENT_BYTES),
-        "threads": (first.threads, last.threads, _MAX_THREADS),
-        "descriptors": (first.descriptors, last.descriptors, _MAX_DESCRIPTORS),
-        **{
-            f"objects of {kind}": (first.objects[kind], count, _MAX_OBJECTS)
-            for kind, count in last.objects.items()
-        },
-    }
-    return [
-        f"{now} {what}, {before} before; expected at most {bound} more"
-        for what, (before, now, bound) in bounds.items()
-        if now - before > bound
-    ]
+def _excess_growth(first: Mapping[str, int], last: Mapping[str, int]) -> list[str]:
+    lines = []
+    for what, now in last.items():
+        before, bound = first.get(what, 0), _MAX_GROWTH.get(what, _MAX_OBJECTS)
+        if now - before > bound:
+            lines.append(f"{now} {what}, {before} before; expected at most {bound} more")
+    return lines

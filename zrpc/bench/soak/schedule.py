@@ -95,26 +95,27 @@ def schedule_episode(seed: int, number: int, workers: int, seconds_left: float) 
     """
     rng = random.Random(f"{seed}.{number}")
     transport, options = _TRANSPORTS[number % len(_TRANSPORTS)]
-    healthy = min(rng.choice(_HEALTHY_PHASES), max(1, int(seconds_left / _PHASE_SECONDS) - 3))
+    phases_left = int(seconds_left / _PHASE_SECONDS)
+    healthy = min(rng.choice(_HEALTHY_PHASES), max(1, phases_left - 3))
     pauses = [
         Pause(rng.randrange(workers), rng.random() * _PHASE_SECONDS / 2, 0.2 + rng.random())
         if rng.random() < 0.5
         else None
         for _ in range(max(_HEALTHY_PHASES))
     ]
+    elastic = rng.random() < 0.5
+    deaths = [
+        Death(rng.randrange(workers), _PHASE_SECONDS * (0.2 + 0.5 * rng.random()))
+        for _ in range(min(rng.choice(_DEATH_COUNTS), max(1, phases_left // 4)))
+    ]
     return Episode(
         name=f"{seed}.{number}",
         transport=transport,
         options=options,
-        elastic=rng.random() < 0.5,
+        elastic=elastic,
         healthy=healthy,
         seconds=_PHASE_SECONDS,
         clients=_CLIENTS,
-        deaths=tuple(
-            Death(rng.randrange(workers), _PHASE_SECONDS * (0.2 + 0.5 * rng.random()))
-            for _ in range(
-                min(rng.choice(_DEATH_COUNTS), max(1, int(seconds_left / _PHASE_SECONDS / 4)))
-            )
-        ),
+        deaths=tuple(deaths),
         pauses=tuple(pauses[:healthy]),
     )

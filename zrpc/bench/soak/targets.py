@@ -159,16 +159,14 @@ def forget() -> None:
 
 def add_at(rref: Any, amount: int) -> int:
     """Adds to an account of any owner, from this worker."""
-    total: int = rref.rpc_sync().add(amount)
-    return total
+    return int(rref.rpc_sync().add(amount))
 
 
 def add_kept(key: str, amount: int) -> int:
     """Adds to an account whose RRef is kept here."""
     with _lock:
         rref = _shelf[key]
-    total: int = rref.rpc_sync().add(amount)
-    return total
+    return add_at(rref, amount)
 
 
 def pass_on(route: list[str], rref: Any, amount: int) -> Any:
