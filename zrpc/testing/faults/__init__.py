@@ -11,7 +11,6 @@ All functions may be called from any thread, at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from zrpc.testing.faults.proxy import Disturbance, Relays
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["Fault", "cut", "delay", "drop", "duplicate", "kill", "pause", "resume"]
 
 
-class Fault(AbstractContextManager["Fault"]):
+class Fault:
     """A fault that lasts until it is ended.
 
     Example:
@@ -45,6 +44,9 @@ class Fault(AbstractContextManager["Fault"]):
         end, self._end = self._end, None
         if end is not None:
             end()
+
+    def __enter__(self) -> Fault:
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.end()

@@ -2,25 +2,24 @@
 
 A worker's Unix socket is renamed, and a relay listens under the old name. So every byte between
 the workers goes through this process, heartbeats included, unknown to them and to ZeroMQ. The
-workers have no direct connections. One thread, with an event loop, serves all relays of a mesh.
+workers have no direct connections. One thread serves all relays of a mesh.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import math
 import os
+import select
 import socket
 import threading
 import time
-from asyncio import StreamReader, StreamWriter
-from collections.abc import Callable, Coroutine, Mapping
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from zrpc.testing.faults.zmtp import GREETING, Unit, Units
+from zrpc.testing.faults.zmtp import GREETING, Splitter, Unit
 from zrpc.transport.address import DIRECT
 from zrpc.transport.identity import HEARTBEAT_LETTER, identity_of
 
@@ -53,6 +52,10 @@ class Disturbance:
 _Link = list[Disturbance]
 
 
+def _is_cut(*links: _Link) -> bool:
+    return any(each.cut for link in links for each in link)
+
+
 def _copies(link: _Link, unit: Unit) -> int:
     """Returns how many times to send on the next unit; the first that isn't used up decides."""
     each = next((each for each in link if each.left != 0), None)
@@ -79,12 +82,12 @@ class Relays:
         # The lock guards the faults. `changed` must be called after each change.
         self.lock = threading.Lock()
         self._links: dict[tuple[int, int], _Link] = {}
+        self._connections: list[_Connection] = []
+        self._waker, self._woken = socket.socketpair()
         self._closed = False
         self._listeners = [self._interpose(inbox) for inbox in inboxes]
         self._inboxes = [_aside(inbox) for inbox in inboxes]
-        self._loop = asyncio.new_event_loop()
-        self._change = asyncio.Event()  # set, and replaced, when a stream may have to go on
-        self._thread = threading.Thread(target=self._run, name="zrpc-test-relays", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="zrpc-test-relays", daemon=True)
         self._thread.start()
 
     def link(self, sender: int, receiver: int) -> _Link:
@@ -93,8 +96,7 @@ class Relays:
 
     def changed(self) -> None:
         """Makes changes of faults take effect."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self.wake)
+        self._waker.send(b"!")
 
     def mend(self) -> None:
         """Ends all faults."""
@@ -104,9 +106,15 @@ class Relays:
 
     def close(self) -> None:
         """Stops the thread, and closes all connections."""
+        if self._closed:
+            return
         self._closed = True
         self.changed()
         self._thread.join(_JOIN_SECONDS)
+        for each in [*self._listeners, self._waker, self._woken]:
+            each.close()
+        for connection in self._connections:
+            connection.close()
 
     @staticmethod
     def _interpose(inbox: Path) -> socket.socket:
@@ -117,175 +125,182 @@ class Relays:
             inbox.with_name(DIRECT).unlink()
         listener.bind(str(inbox))
         listener.listen(1024)
+        listener.setblocking(False)
         return listener
 
     # -- in the thread -------------------------------------------------------------------
 
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels all tasks
-            runner.run(self._serve())
+    def _serve(self) -> None:
+        while not self._closed:
+            interest: dict[int, int] = {self._woken.fileno(): select.POLLIN}
+            interest |= {listener.fileno(): select.POLLIN for listener in self._listeners}
+            with self.lock:
+                waits = [self._register(each, interest) for each in self._connections]
+            ready = _poll(interest, min(waits, default=math.inf))
+            if ready.get(self._woken.fileno()):
+                self._woken.recv(4096)
+            for rank, listener in enumerate(self._listeners):
+                if ready.get(listener.fileno()):
+                    self._accept(listener, rank)
+            with self.lock:
+                for connection in list(self._connections):
+                    self._pump(connection, ready)
 
-    async def _serve(self) -> None:
-        servers = [
-            await asyncio.start_unix_server(
-                partial(self._relay, rank), sock=listener, limit=_READ_BYTES
-            )
-            for rank, listener in enumerate(self._listeners)
-        ]
-        await self.until(lambda: self._closed)
-        for server in servers:
-            server.close()
+    def _register(self, connection: _Connection, interest: dict[int, int]) -> float:
+        """Adds the events to wait for on a connection; returns the longest wait in seconds."""
+        if _is_cut(*self._links_of(connection)):
+            return math.inf
+        now = time.monotonic()
+        waits = []
+        for stream in connection.streams:
+            if stream.readable(connection.known):
+                fd = stream.source.fileno()
+                interest[fd] = interest.get(fd, 0) | select.POLLIN
+            if stream.queue:
+                fd, due = stream.sink.fileno(), stream.queue[0][0]
+                if due <= now:
+                    interest[fd] = interest.get(fd, 0) | select.POLLOUT
+                else:
+                    waits.append(due - now)
+        return min(waits, default=math.inf)
 
-    def wake(self) -> None:
-        """Makes all streams look again whether they can go on."""
-        self._change.set()
-        self._change = asyncio.Event()
+    def _links_of(self, connection: _Connection) -> tuple[_Link, _Link]:
+        """Returns what disturbs a connection, forward and backward."""
+        if connection.sender is None:
+            return [], []
+        pair = connection.sender, connection.receiver
+        return self.link(*pair), self.link(*reversed(pair))
 
-    async def until(self, ready: Callable[[], bool]) -> None:
-        """Waits until something holds, which is tried again after each `wake`."""
-        while not ready():
-            await self._change.wait()
+    def _accept(self, listener: socket.socket, rank: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            client, _ = listener.accept()
+            server = socket.socket(socket.AF_UNIX)
+            try:
+                server.connect(str(self._inboxes[rank]))
+            except OSError:  # the worker is gone, and its socket too
+                client.close()
+                server.close()
+                return
+            self._connections.append(_Connection(client, server, rank))
 
-    def rank_of(self, routing_id: bytes) -> int | None:
-        """Returns the rank of the worker that connects with a routing id, if it is a member."""
-        # Those of a mailbox and of heartbeats differ in the first byte only.
-        return self._tokens.get(identity_of(routing_id)[1:])
+    def _pump(self, connection: _Connection, ready: Mapping[int, int]) -> None:
+        for index, stream in enumerate(connection.streams):
+            links = self._links_of(connection)
+            if _is_cut(*links):
+                return
+            if ready.get(stream.source.fileno()) and stream.readable(connection.known):
+                self._read(connection, stream, links[index])
+            stream.write(time.monotonic())
+        if any(each.broken or (each.ended and not each.queue) for each in connection.streams):
+            connection.close()
+            self._connections.remove(connection)
 
-    async def _relay(self, rank: int, reader: StreamReader, writer: StreamWriter) -> None:
-        try:
-            inbox = await asyncio.open_unix_connection(self._inboxes[rank], limit=_READ_BYTES)
-        except OSError:  # the worker is gone, and its socket too
-            writer.transport.abort()
-            return
-        streams = _Stream(reader, inbox[1]), _Stream(inbox[0], writer)
-        await _Connection(self, rank, *streams).run()
+    def _read(self, connection: _Connection, stream: _Stream, link: _Link) -> None:
+        data = stream.read(connection.known)
+        if stream is connection.streams[0]:
+            units = connection.splitter.feed(data)
+            if connection.splitter.ready and not connection.known:
+                connection.known = True
+                # The routing ids of a mailbox and of heartbeats differ in the first byte only.
+                connection.sender = self._tokens.get(identity_of(connection.splitter.identity)[1:])
+                link = self._links_of(connection)[0]
+        else:
+            units = [Unit(data, False)] if data else []
+        due = time.monotonic() + sum(each.delay for each in link)
+        for unit in units:
+            # A message of the heartbeats' connection is a greeting.
+            copies = 1 if connection.beats else _copies(link, unit)
+            stream.put(unit.data, due, copies)
 
 
 class _Stream:
-    """One direction of a connection: what was read, and when to send it on."""
+    """One direction of a connection."""
 
-    def __init__(self, reader: StreamReader, writer: StreamWriter) -> None:
-        self.reader = reader
-        self.writer = writer
-        self.queue: asyncio.Queue[tuple[float, bytes] | None] = asyncio.Queue()
-        self.held = 0
-        writer.transport.set_write_buffer_limits(0)  # a cut holds back all but one piece
+    def __init__(self, source: socket.socket, sink: socket.socket, backward: bool) -> None:
+        self.source = source
+        self.sink = sink
+        self.queue: deque[tuple[float, memoryview]] = deque()
+        self.ended = False
+        self.broken = False
+        self._held = 0
+        # Backward, only the greeting is sent on until the connecting worker is known: one that is
+        # cut off must not see the rest.
+        self._before_known = GREETING if backward else None
 
-    def put(self, data: bytes, link: _Link, copies: int = 1) -> None:
-        """Queues bytes, to be sent on after the delays of the link."""
-        due = time.monotonic() + sum(each.delay for each in link)
+    def readable(self, known: bool) -> bool:
+        """Returns whether to read more."""
+        if not known and self._before_known == 0:
+            return False
+        return not self.ended and self._held < _MAX_HELD_BYTES
+
+    def read(self, known: bool) -> bytes:
+        """Returns the bytes that have arrived; empty if there are none."""
+        limit = _READ_BYTES if known or self._before_known is None else self._before_known
+        try:
+            data = self.source.recv(limit)
+        except BlockingIOError:
+            return b""
+        except OSError:
+            data = b""
+        self.ended = not data
+        if not known and self._before_known is not None:
+            self._before_known -= len(data)
+        return data
+
+    def put(self, data: bytes, due: float, copies: int) -> None:
+        """Queues bytes, to be sent on at the time ``due``."""
         for _ in range(copies):
-            self.queue.put_nowait((due, data))
-            self.held += len(data)
+            self.queue.append((due, memoryview(data)))
+            self._held += len(data)
+
+    def write(self, now: float) -> None:
+        """Sends on the bytes that are due."""
+        while self.queue and self.queue[0][0] <= now:
+            due, data = self.queue[0]
+            try:
+                sent = self.sink.send(data)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.broken = True
+                return
+            self._held -= sent
+            if sent == len(data):
+                self.queue.popleft()
+            else:
+                self.queue[0] = (due, data[sent:])
 
 
 class _Connection:
     """A connection through a relay: from a worker that connects to one that listens."""
 
-    def __init__(self, relays: Relays, receiver: int, forward: _Stream, backward: _Stream) -> None:
-        self._relays = relays
-        self._receiver = receiver
-        self._forward = forward
-        self._backward = backward
-        self._known = False  # whether `_sender` is set; it stays None for a non-member
-        self._sender: int | None = None
+    def __init__(self, client: socket.socket, server: socket.socket, receiver: int) -> None:
+        for each in (client, server):
+            each.setblocking(False)
+        self.receiver = receiver
+        self.known = False  # whether `sender` is set; it stays None for a non-member
+        self.sender: int | None = None
+        self.splitter = Splitter()
+        forward = _Stream(client, server, backward=False)
+        self.streams = (forward, _Stream(server, client, backward=True))
 
-    async def run(self) -> None:
-        """Sends on what comes, until one side closes the connection."""
-        sending = [self._send(stream) for stream in (self._forward, self._backward)]
-        work = [
-            *sending,
-            self._take(self._forward, self._take_forward()),
-            self._take(self._backward, self._take_backward()),
-        ]
-        tasks = [asyncio.ensure_future(each) for each in work]
-        try:
-            await asyncio.wait(tasks[: len(sending)], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in tasks:
-                task.cancel()
-            for stream in (self._forward, self._backward):
-                stream.writer.transport.abort()
+    @property
+    def beats(self) -> bool:
+        """Whether it carries heartbeats only."""
+        return self.splitter.identity[:1] == bytes([HEARTBEAT_LETTER])
 
-    def _links(self) -> tuple[_Link, _Link]:
-        """Returns what disturbs it, forward and backward; the caller holds the lock."""
-        if self._sender is None:
-            return [], []
-        pair = self._sender, self._receiver
-        return self._relays.link(*pair), self._relays.link(*reversed(pair))
-
-    def _is_cut(self) -> bool:
-        return any(each.cut for link in self._links() for each in link)
-
-    def _is_readable(self, stream: _Stream) -> bool:
-        with self._relays.lock:
-            return stream.held < _MAX_HELD_BYTES and not self._is_cut()
-
-    async def _take(self, stream: _Stream, taking: Coroutine[Any, Any, None]) -> None:
-        with contextlib.suppress(EOFError, OSError):
-            await taking
-        stream.queue.put_nowait(None)
-
-    async def _readable(self, stream: _Stream) -> None:
-        await self._relays.until(partial(self._is_readable, stream))
-
-    async def _take_forward(self) -> None:
-        await self._take_greeting(self._forward)
-        units = Units(self._forward.reader)
-        beats = False
-        while True:
-            await self._readable(self._forward)
-            unit = await units.read()
-            if unit.routing_id is not None and not self._known:
-                self._known, self._sender = True, self._relays.rank_of(unit.routing_id)
-                self._relays.wake()
-                beats = unit.routing_id[:1] == bytes([HEARTBEAT_LETTER])
-            with self._relays.lock:
-                link = self._links()[0]
-                # A message of the heartbeats' connection is a greeting.
-                self._forward.put(unit.data, link, 1 if beats else _copies(link, unit))
-
-    async def _take_backward(self) -> None:
-        await self._take_greeting(self._backward)
-        # One that is cut off must not see more before it is known.
-        await self._relays.until(lambda: self._known)
-        while True:
-            await self._take_bytes(self._backward, _READ_BYTES)
-
-    async def _take_greeting(self, stream: _Stream) -> None:
-        left = GREETING  # a part of it may come only after a part of the other side's
-        while left:
-            left -= await self._take_bytes(stream, left)
-
-    async def _take_bytes(self, stream: _Stream, limit: int) -> int:
-        await self._readable(stream)
-        if not (data := await stream.reader.read(limit)):
-            raise EOFError
-        with self._relays.lock:
-            stream.put(data, self._links()[stream is self._backward])
-        return len(data)
-
-    async def _send(self, stream: _Stream) -> None:
-        """Sends on the bytes that are due, until the end of the queue."""
-        with contextlib.suppress(OSError):
-            while (held := await stream.queue.get()) is not None:
-                due, data = held
-                while (wait := due - time.monotonic()) > 0:
-                    await asyncio.sleep(wait)
-                for begin in range(0, len(data), _READ_BYTES):
-                    piece = data[begin : begin + _READ_BYTES]
-                    await self._relays.until(partial(self._begins_to_send, stream, piece))
-                    await stream.writer.drain()
-                stream.held -= len(data)
-                self._relays.wake()
-
-    def _begins_to_send(self, stream: _Stream, data: bytes) -> bool:
-        with self._relays.lock:
-            if self._is_cut():
-                return False
-            stream.writer.write(data)
-            return True
+    def close(self) -> None:
+        for stream in self.streams:
+            stream.source.close()
 
 
 def _aside(inbox: Path) -> Path:
     return inbox.with_name("relayed")
+
+
+def _poll(interest: Mapping[int, int], wait: float) -> dict[int, int]:
+    """Returns the events that happen within ``wait`` seconds, which may be infinite."""
+    poll = select.poll()
+    for fd, mask in interest.items():
+        poll.register(fd, mask)
+    return dict(poll.poll(None if wait == math.inf else int(wait * 1000) + 1))
