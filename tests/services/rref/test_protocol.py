@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections import Counter
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.services.rref.simulation import (
     WITH_LOSSES,
     WITH_PARTITIONS,
     Network,
-    Packet,
     run,
     schedules,
 )
@@ -45,71 +42,6 @@ def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> 
     end = [("drop", 7, 11), ("deliver", 9, 1), ("hand on", 11, 0), ("deliver", 11, 7)]
     cut = [("deliver", 10, 6), ("part", 10, 3), ("deliver", 0, 11)]
     run(3, [("create", 2, 2), *hand_on, *more, *end, *cut], 1826)
-
-
-# -- sequences that once went wrong --------------------------------------------------------
-
-
-def finish(network: Network) -> None:
-    for seed in range(20):
-        copied = copy.deepcopy(network)
-        copied.finish(random.Random(seed))
-
-
-def only(network: Network, kind: str, to: int) -> Packet:
-    [packet] = [p for p in network.under_way if (p.kind, p.to) == (kind, to)]
-    return packet
-
-
-def test_a_fork_arrives_when_its_owner_is_known_to_be_gone() -> None:
-    network = Network(3)
-    network.create(0, 1)
-    network.hand_on(network.handles[0], 2)
-    network.kill(1)
-    network.notice(2, 1)
-    network.deliver(only(network, "fork", 2))
-    assert network.machines[2].idle
-    finish(network)
-
-
-def test_a_fork_is_handed_on_when_its_owner_or_receiver_is_known_to_be_gone() -> None:
-    for gone in (1, 2):
-        network = Network(3)
-        network.create(0, 1)
-        network.kill(gone)
-        network.notice(0, gone)
-        network.hand_on(network.handles[0], 2)
-        assert network.machines[0].idle
-        finish(network)
-
-
-def test_a_message_to_the_dead_is_taken_back_at_the_owner() -> None:
-    for noticed_first in (True, False):
-        network = Network(2)
-        network.create(0, 0)
-        network.kill(1)
-        if noticed_first:
-            network.notice(0, 1)
-        network.hand_on(network.handles[0], 1, cancelled=True)
-        finish(network)
-
-
-def test_a_late_word_from_the_dead_keeps_nothing() -> None:
-    network = Network(3)
-    network.create(0, 1)
-    network.deliver(only(network, "create", 1))
-    network.hand_on(network.handles[0], 2)
-    network.deliver(only(network, "fork", 2))
-    network.kill(2)
-    network.notice(0, 2)
-    network.drop(network.handles[0])
-    delete, add = (
-        next(p for p in network.under_way if (p.kind, p.sender) == ("message", sender))
-        for sender in (0, 2)
-    )
-    network.deliver(delete)
-    network.deliver(add)
-    finish(network)
 
 
 # -- a value that is made again by another owner -------------------------------------------
@@ -172,19 +104,6 @@ def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: 
 
 
 # -- the bytes -----------------------------------------------------------------------------
-
-RANKS = st.integers(0, 2**32 - 1)
-LOCALS = st.integers(0, 2**64 - 1)
-IDS = st.builds(GloballyUniqueId, RANKS, LOCALS)
-MESSAGES = st.builds(ReferenceMessage, st.sampled_from(Verb), LOCALS, IDS, IDS, IDS)
-
-
-@pytest.mark.system
-@given(st.lists(MESSAGES), st.lists(st.builds(Fork, IDS, IDS, RANKS, IDS)))
-def test_messages_and_forks_survive_as_bytes(messages: Any, forks: Any) -> None:
-    data = b"".join(message.pack() for message in messages)
-    assert ReferenceMessage.parse_all(data) == messages
-    assert Fork.unpack_all(b"".join(fork.pack() for fork in forks)) == forks
 
 
 @given(st.binary(max_size=200))
