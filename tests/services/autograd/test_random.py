@@ -1,7 +1,7 @@
 """Graphs that are drawn at random, over four workers, have the gradients of local ones.
 
 With branches that lead to no root and must not be run, hooks, changes in place and custom
-Functions; over TCP, in several threads at once, and with a DDP module. CONTRIBUTING.md says how to
+Functions; in several threads at once, and over TCP with a DDP module. CONTRIBUTING.md says how to
 run it for longer; only then parts of the graphs are compiled, since torch's compiler takes long
 to start.
 """
@@ -23,14 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
-    SOON,
     call,
     gradients,
     layers,
     leaf,
     local_gradients,
 )
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.testing import local_mesh
 
 WORKERS = 4
@@ -338,18 +337,11 @@ def test_random_graphs(workers: Any, program: Any, roots: Any, passes: Any) -> N
 
 @pytest.mark.system
 @thorough(FEWER)
-@given(program=PROGRAMS, roots=ROOTS, passes=PASSES)
-def test_random_graphs_over_tcp(tcp_workers: Any, program: Any, roots: Any, passes: Any) -> None:
-    check_at_once(tcp_workers, [Case(program, roots, passes)])
-
-
-@pytest.mark.system
-@thorough(FEWER)
 @given(program=PROGRAMS, roots=ROOTS)
-def test_random_graphs_with_a_ddp_module(
-    workers: Any, reduced: Any, program: Any, roots: Any
+def test_random_graphs_with_a_ddp_module_over_tcp(
+    tcp_workers: Any, reduced: Any, program: Any, roots: Any
 ) -> None:
-    check_at_once(workers, [Case(program, roots, 1, reduced)])
+    check_at_once(tcp_workers, [Case(program, roots, 1, reduced)])
 
 
 @pytest.fixture

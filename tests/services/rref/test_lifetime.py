@@ -18,7 +18,6 @@ from tests.services.rref.tracked import (
     assert_kept,
     entries,
     give,
-    io_thread_held,
     is_freed,
     key_of,
     layers,
@@ -26,6 +25,7 @@ from tests.services.rref.tracked import (
     rest,
 )
 from tests.support.identity import emptied, event
+from tests.support.io_threads import io_thread_held
 from tests.support.observed import calls_to, stats_of
 from tests.support.refusals import refusing
 from tests.support.waiting import until

@@ -14,11 +14,11 @@ from tests.services.rref.tracked import (
     Value,
     assert_empty,
     assert_kept,
-    io_thread_held,
     is_freed,
     rest,
 )
 from tests.support.gates import Gate
+from tests.support.io_threads import io_thread_held
 from tests.support.observed import living
 from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.waiting import until

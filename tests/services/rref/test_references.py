@@ -16,7 +16,6 @@ import torch
 
 import zrpc
 from tests.services.rref.tracked import (
-    SOON,
     Value,
     entries,
     give,
@@ -27,7 +26,7 @@ from tests.services.rref.tracked import (
 )
 from tests.support.gates import Gate
 from tests.support.identity import event
-from tests.support.waiting import pending, until
+from tests.support.waiting import SOON, pending, until
 from zrpc.services.rref.messages import pack_id
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
@@ -185,7 +184,6 @@ def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
                 zrpc.get_worker_info("worker1"),
                 Kind.FETCH,
                 None,
-                SOON,
                 extension=(Tag.SUBJECT, pack_id(1, 999)),
             )
 

@@ -13,7 +13,6 @@ import torch
 
 import zrpc
 from tests.services.rref.tracked import (
-    SOON,
     Value,
     assert_empty,
     assert_kept,
@@ -25,7 +24,7 @@ from tests.services.rref.tracked import (
     make_late,
 )
 from tests.support.identity import event
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 
