@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
+from tests.support.gates import Gate
 from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
@@ -13,13 +14,10 @@ from zrpc.testing import Mesh
 @contextlib.contextmanager
 def io_thread_held(mesh: Mesh, worker: int | str) -> Iterator[None]:
     """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
-    held, go = threading.Event(), threading.Event()
-    mesh.agent(worker).receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
-    assert held.wait(SOON)
-    try:
+    with Gate() as gate:
+        mesh.agent(worker).receiver.in_io_thread(gate.wait_inside)
+        gate.await_entry()
         yield
-    finally:
-        go.set()
 
 
 def await_io_threads(mesh: Mesh) -> None:
