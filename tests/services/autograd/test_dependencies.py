@@ -56,3 +56,4 @@ def test_nested_calls_are_asked_about_in_one_round() -> None:
     assert used.to_ask() == set()
     assert used.sent[one] == {1: [0], 2: [0]}
     assert used.sent[two] == {1: [0]}
+    assert used.received == {zero: {(one, 2)}, one: {(two, 1), (zero, 1)}, two: {(one, 1)}}

@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import torch
 import zmq
 
 import zrpc
@@ -26,7 +25,7 @@ from tests.services.rref.tracked import (
 )
 from tests.support.identity import emptied, event
 from tests.support.io_threads import io_thread_held
-from tests.support.observed import calls_to, stats_of
+from tests.support.observed import calls_to
 from tests.support.refusals import refusing
 from tests.support.waiting import until
 from zrpc.testing import Mesh
@@ -146,40 +145,3 @@ def test_finalizers_run_anywhere(mesh: Mesh) -> None:
         del rref
     assert is_freed("dropped")
     rest(mesh)
-
-
-ELEMENTS = 250_000  # a million bytes
-
-
-def produce(seed: Any) -> Any:
-    return torch.full((ELEMENTS,), float(seed))
-
-
-def combine(first: Any, second: Any) -> Any:
-    """Fetches both from wherever they are."""
-    return first.to_here() + second.to_here()
-
-
-def total(rref: Any) -> Any:
-    return rref.to_here().sum().item()
-
-
-# Without shared memory, all data comes to the inboxes.
-@pytest.mark.zrpc(workers=5, options={"shared_memory": 0})
-def test_no_data_goes_through_the_coordinator(mesh: Mesh) -> None:
-    def coordinate() -> Any:
-        first = zrpc.remote("worker1", produce, args=(1,))
-        second = zrpc.remote("worker2", produce, args=(2,))
-        sum_ = zrpc.remote("worker3", combine, args=(first, second))
-        return zrpc.rpc_sync("worker4", total, args=(sum_,))
-
-    assert mesh.run(0, coordinate) == 3.0 * ELEMENTS
-    size = 4 * ELEMENTS
-    received = [
-        sum(peer.bytes_received for peer in stats_of(mesh, rank).peers.values())
-        for rank in range(5)
-    ]
-    assert received[3] > 2 * size  # the counting counts
-    assert received[4] > size
-    assert max(received[:2]) < 20_000
-    assert_empty(mesh)

@@ -234,17 +234,3 @@ def test_an_error_that_is_kept_keeps_no_arguments(mesh: Mesh, kept: Any) -> None
     kept.clear()
     assert is_freed("value")
     assert rref.owner_name() == "worker1"
-
-
-def test_a_call_in_progress_keeps_its_rref(mesh: Mesh) -> None:
-    def at_user() -> Any:
-        rref = zrpc.remote("worker1", Value, args=("called",))
-        return rref.rpc_async().wait_for("go")
-
-    future = mesh.run(0, at_user)
-    assert_kept(mesh, "called")
-    event("go").set()
-    assert future.wait() == "called"
-    del future
-    assert is_freed("called")
-    assert_empty(mesh)
