@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -116,72 +115,29 @@ BINARY = {
 
 # A program is a list of steps over a list of values, which begins with two inputs. Each step
 # adds values; its operands are indices, taken modulo the number of values there are.
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """Takes a parameter, which other workers may use too."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Unary:
-    name: str
-    x: int
-
-
-@dataclass(frozen=True)
-class Binary:
-    name: str
-    x: int
-    y: int
-
-
-@dataclass(frozen=True)
-class Hop:
-    """Runs a program at another worker, or at this one, with some values as its inputs."""
-
-    to: int
-    inputs: tuple[int, ...]
-    body: tuple[object, ...]
-    outputs: tuple[int, ...]
-    residual: bool
-
-
-@dataclass(frozen=True)
-class Unused:
-    """Sends to a worker, or has it return, what leads to no root."""
-
-    to: int
-    x: int
-    kind: int
-    returned: bool
-
+#
+# ("parameter", number): takes a parameter, which other workers may use too.
+# ("unary", name, x) and ("binary", name, x, y): an operation.
+# ("hop", to, inputs, body, outputs, residual): runs a program at another worker, or at this one,
+#     with some values as its inputs.
+# ("unused", to, x, kind, returned): sends to a worker, or has it return, what leads to no root.
 
 index = st.integers(0, 7)
+indices = st.lists(index, min_size=1, max_size=3).map(tuple)
+worker = st.integers(0, WORKERS - 1)
+
+
+def step_of(kind: str, *parts: Any) -> Any:
+    return st.tuples(st.just(kind), *parts)
 
 
 def programs(body: Any) -> Any:
-    hop = st.builds(
-        Hop,
-        to=st.integers(0, WORKERS - 1),
-        inputs=st.lists(index, min_size=1, max_size=3).map(tuple),
-        body=body,
-        outputs=st.lists(index, min_size=1, max_size=3).map(tuple),
-        residual=st.booleans(),
-    )
+    hop = step_of("hop", worker, indices, body, indices, st.booleans())
     step = st.one_of(
-        st.builds(Parameter, st.integers(0, len(PARAMETERS) - 1)),
-        st.builds(Unary, st.sampled_from(list(UNARY)), index),
-        st.builds(Binary, st.sampled_from(list(BINARY)), index, index),
-        st.builds(
-            Unused,
-            to=st.integers(0, WORKERS - 1),
-            x=index,
-            kind=st.integers(0, len(UNUSED) - 1),
-            returned=st.booleans(),
-        ),
+        step_of("parameter", st.integers(0, len(PARAMETERS) - 1)),
+        step_of("unary", st.sampled_from(list(UNARY)), index),
+        step_of("binary", st.sampled_from(list(BINARY)), index, index),
+        step_of("unused", worker, index, st.integers(0, len(UNUSED) - 1), st.booleans()),
         hop,
         hop,
     )
@@ -199,18 +155,18 @@ def execute(program: Any, values: Any) -> Any:
 
     for step in program:
         match step:
-            case Parameter(number):
+            case ("parameter", number):
                 values.append(PARAMETERS[number])
-            case Unary(name, x):
+            case ("unary", name, x):
                 values.append(UNARY[name](at(x)))
-            case Binary(name, x, y):
+            case ("binary", name, x, y):
                 values.append(BINARY[name](at(x), at(y)))
-            case Unused(to, x, kind, returned):
+            case ("unused", to, x, kind, returned):
                 if returned:
                     call(f"worker{to}", UNUSED[kind], at(x))
                 else:
                     call(f"worker{to}", torch.sin, UNUSED[kind](at(x)))
-            case Hop(to, inputs, body, outputs, residual):
+            case ("hop", to, inputs, body, outputs, residual):
                 sent = [at(number) for number in inputs]
                 received = call(f"worker{to}", stage, body, sent, outputs)
                 if residual:
