@@ -374,21 +374,19 @@ def test_what_a_context_held_is_freed(mesh: Mesh, fails: bool) -> None:
 class SlowSet(set[int]):
     """Workers to which worker2 is added slowly."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.adding, self.go = threading.Event(), threading.Event()
+    def __init__(self, workers: set[int], gate: Gate) -> None:
+        super().__init__(workers)
+        self._gate = gate
 
     def add(self, peer: int) -> None:
         if peer == 2:
-            self.adding.set()
-            assert self.go.wait(SOON)
+            self._gate.wait_inside()
         super().add(peer)
 
 
-def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
+def test_a_context_ends_as_a_handler_brings_another_worker_in(caller: Mesh) -> None:
     """The end must go to that worker, too."""
-    contexts = layers(mesh)[1].contexts
-    peers, ending = SlowSet(), threading.Event()
+    contexts, gate, ending = layers(caller)[1].contexts, Gate(), threading.Event()
     release = contexts.release
 
     def note_end(*args: Any, **more: Any) -> None:
@@ -399,16 +397,14 @@ def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> Non
 
     def bring_in(x: Any) -> Any:
         state = contexts.find(contexts.current())
-        peers.update(state.peers)
-        state.peers = peers
+        state.peers = SlowSet(state.peers, gate)
         return call("worker2", layer, 2, x).detach()
 
-    with mesh.agent(0).as_current():
-        with dist_autograd.context():
-            future = zrpc.rpc_async("worker1", here(bring_in), (X,))
-            assert peers.adding.wait(SOON)
-        assert ending.wait(SOON)
-        peers.go.set()
-        future.wait()
-    settle(mesh)
-    assert_freed(mesh)
+    with dist_autograd.context():
+        future = zrpc.rpc_async("worker1", here(bring_in), (X,))
+        gate.await_entry()
+    assert ending.wait(SOON)
+    gate.open()
+    future.wait()
+    settle(caller)
+    assert_freed(caller)

@@ -25,8 +25,9 @@ from tests.services.rref.tracked import (
     make_late,
     rest,
 )
+from tests.services.shm.sharing import drop, keep, kept
 from tests.support.gates import Gate
-from tests.support.identity import emptied, event
+from tests.support.identity import event
 from tests.support.io_threads import io_thread_held
 from tests.support.observed import calls_to, living
 from tests.support.refusals import refusing
@@ -36,16 +37,6 @@ from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
-
-KEPT: dict[str, Any] = emptied({})
-
-
-def keep(name: Any, value: Any) -> None:
-    KEPT[name] = value
-
-
-def let_go(name: Any) -> None:
-    del KEPT[name]
 
 
 @pytest.mark.system
@@ -96,8 +87,8 @@ def test_the_last_rref_may_be_anywhere(mesh: Mesh) -> None:
         mesh.run(0, zrpc.rpc_sync, last, keep, args=("last", rref))
         del rref
         assert_kept(mesh, key)
-        assert mesh.run(last, lambda: key_of(KEPT["last"])) == key
-        mesh.run(last, let_go, "last")
+        assert mesh.run(last, lambda: key_of(kept()["last"])) == key
+        mesh.run(last, drop, "last")
         assert is_freed(key)
         assert_empty(mesh)
 
@@ -105,9 +96,8 @@ def test_the_last_rref_may_be_anywhere(mesh: Mesh) -> None:
 @pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
-    def work(seed: Any) -> None:
-        draw = random.Random(seed)
-        rrefs = []
+    def work(seed: int) -> None:
+        draw, rrefs = random.Random(seed), []
         for n in range(60):
             what = draw.randrange(5)
             to = draw.randrange(3)
@@ -125,12 +115,12 @@ def test_many_threads_create_hand_on_and_drop(mesh: Mesh) -> None:
                 rref, number = draw.choice(rrefs)
                 assert key_of(rref) == number
 
-    def work_at(rank: Any, seed: Any) -> None:
-        with mesh.agent(rank).as_current():
+    def work_at(seed: int) -> None:
+        with mesh.agent(seed % 3).as_current():
             work(seed)
 
     with ThreadPoolExecutor(12) as pool:
-        list(pool.map(work_at, [0, 1, 2] * 4, range(12)))
+        list(pool.map(work_at, range(12)))
     assert_empty(mesh)
 
 
@@ -294,21 +284,16 @@ def test_others_learn_that_a_value_is_never_made(
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    "make",
-    [
+def test_ctrl_c_leaves_nothing_of_an_rref(caller: Mesh) -> None:
+    for make in (
         lambda: zrpc.RRef(Value("own")),
         lambda: zrpc.remote("worker0", Value, args=("own",)),
         lambda: zrpc.remote("worker1", Value, args=("own",)),
-    ],
-    ids=["own", "made here", "made there"],
-)
-def test_ctrl_c_leaves_nothing_of_an_rref(mesh: Mesh, make: Any) -> None:
-    with mesh.agent(0).as_current():
+    ):
         for number in some_steps(make):
             with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt):
                 make()
-            assert_empty(mesh)
+            assert_empty(caller)
 
 
 # -- a request that waits for a value ----------------------------------------------------------
