@@ -127,7 +127,7 @@ def local_gradients(
 
 
 def assert_as_local(
-    mesh: Mesh, model: Model, leaves: Iterable[torch.Tensor], passes: int = 1, **tolerance: float
+    mesh: Mesh, model: Model, leaves: Iterable[torch.Tensor], passes: int = 1
 ) -> None:
     """A model's gradients are those that it has in one process, and `.grad` is untouched."""
     leaves = list(leaves)
@@ -141,7 +141,7 @@ def assert_as_local(
             continue
         assert at in found, f"leaf {index} has no gradient"
         assert found[at].layout == gradient.layout
-        torch.testing.assert_close(found[at].to_dense(), gradient.to_dense(), **tolerance)
+        torch.testing.assert_close(found[at].to_dense(), gradient.to_dense())
 
 
 def assert_freed(mesh: Mesh) -> None:

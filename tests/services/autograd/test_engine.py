@@ -207,28 +207,6 @@ def test_a_gradient_in_a_bucket_that_the_reducer_overwrites(
     torch.testing.assert_close(leaf.grad, torch.full((3,), 7.0))
 
 
-def test_a_run_that_fails_puts_the_gradient_back(leaf: torch.Tensor) -> None:
-    before = leaf.grad
-    leaf.register_post_accumulate_grad_hook(nothing)
-    state = ContextState(1)
-    with pytest.raises(ValueError, match="in a node"):
-        run((leaf * Failing.apply(torch.rand(3, requires_grad=True))).sum(), state)
-    assert leaf.grad is before
-    torch.testing.assert_close(before, torch.full((3,), 7.0))
-    assert leaf in run((leaf * 2).sum(), state)
-
-
-def test_hooks_of_a_node_are_called_once_with_the_whole_gradient(leaf: torch.Tensor) -> None:
-    node, seen = accumulator_of(leaf), []
-    with (
-        node.register_prehook(lambda gradients: seen.append(gradients[0][0].item())),
-        node.register_hook(lambda _, gradients: seen.append(gradients[0][0].item())),
-    ):
-        found = run((leaf * 2 + leaf * 3).sum())
-    assert seen == [5.0, 5.0]
-    torch.testing.assert_close(found[leaf], torch.full((3,), 5.0))
-
-
 @pytest.mark.parametrize("register", ["post_accumulate_grad_hook", "hook"])
 def test_what_a_hook_has_used_up_is_neither_in_the_context_nor_in_grad(
     leaf: torch.Tensor, register: str

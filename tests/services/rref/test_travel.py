@@ -174,43 +174,27 @@ def wait_and_read_nothing(rref: Any) -> None:
     until(zrpc.rpc_async("worker1", give, args=(rref,)).done, "the answer is there")
 
 
+NOT_PICKLED = zrpc.SerializationError, "stops here"
 # What carries an RRef, and the error that ends it.
-CARRIERS = {
-    **{
-        f"arguments of {by.__name__} that can't be pickled": (
-            call(ignore, Stops(), by=by),
-            (zrpc.SerializationError, "stops here"),
-        )
-        for by in (zrpc.rpc_sync, zrpc.rpc_async, zrpc.remote)
-    },
-    "arguments that can't be rebuilt": (
-        call(ignore, StopsAtArrival()),
-        (zrpc.SerializationError, "stops there"),
-    ),
-    # The first pass hands on the RRef too, before it comes to the lambda.
-    "arguments for cloudpickle": (call(ignore, lambda: 1), None),
-    "a function that fails": (call(fail), (KeyError, "fails")),
-    "a function that isn't found": (
-        call(getattr, "no_such_name"),
-        (AttributeError, "no_such_name"),
-    ),
-    "an answer that nobody reads": (wait_and_read_nothing, None),
-    "a future that is dropped at once": (call(give, by=zrpc.rpc_async), None),
-    "an answer that can't be pickled": (
-        call(give_and_stop),
-        (zrpc.SerializationError, "stops here"),
-    ),
-    "a fetch that fails": (fetch_what_stops, (zrpc.SerializationError, "stops here")),
-    "a value that fails": (call(fail, by=zrpc.remote), None),
-    "an unknown destination": (
-        call(ignore, to="worker9"),
-        (zrpc.RpcError, "could not find destination"),
-    ),
-}
+CARRIERS = [
+    *((call(ignore, Stops(), by=by), NOT_PICKLED) for by in (zrpc.rpc_sync, zrpc.rpc_async)),
+    (call(ignore, Stops(), by=zrpc.remote), NOT_PICKLED),
+    (call(ignore, StopsAtArrival()), (zrpc.SerializationError, "stops there")),
+    # Goes by cloudpickle. The first pass hands on the RRef too, before it comes to the lambda.
+    (call(ignore, lambda: 1), None),
+    (call(fail), (KeyError, "fails")),
+    (call(getattr, "no_such_name"), (AttributeError, "no_such_name")),
+    (wait_and_read_nothing, None),
+    (call(give, by=zrpc.rpc_async), None),  # the future is dropped at once
+    (call(give_and_stop), NOT_PICKLED),
+    (fetch_what_stops, NOT_PICKLED),
+    (call(fail, by=zrpc.remote), None),
+    (call(ignore, to="worker9"), (zrpc.RpcError, "could not find destination")),
+]
 
 
 def test_what_comes_to_nothing_keeps_no_value(mesh: Mesh, kept: Any) -> None:
-    for carry, error in CARRIERS.values():
+    for carry, error in CARRIERS:
         for _ in range(2):
             with pytest.raises(error[0], match=error[1]) if error else nullcontext():
                 mesh.run(0, carry, kept[0])
