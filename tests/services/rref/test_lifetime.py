@@ -168,7 +168,7 @@ class Held:
         return sum(first[1] == self._kind for _, first, *_ in self._kept)
 
     def arrive(self) -> None:
-        self._network.send = self._send  # type: ignore[method-assign]
+        del self._network.send
         for message in self._kept:
             self._send(*message)
 
