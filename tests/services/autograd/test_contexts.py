@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,7 @@ from tests.services.autograd.split_models import (
 from tests.support.gates import Gate
 from tests.support.identity import here
 from tests.support.io_threads import io_thread_held
-from tests.support.waiting import SOON, until
+from tests.support.waiting import until
 from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.testing import Mesh
@@ -281,37 +280,6 @@ def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(caller: M
     assert future.wait()
     settle(caller)
     assert_freed(caller)
-
-
-def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: HeldLayer) -> None:
-    """worker0 leaves; so the context ends, and then worker1 answers worker2."""
-    found: list[Any] = []
-    done = threading.Event()
-
-    def at_worker2() -> None:
-        found.append(call("worker1", held, X))
-        done.set()
-
-    def run() -> None:
-        with dist_autograd.context():
-            zrpc.remote("worker2", here(at_worker2))  # goes on without its caller
-            held.await_entry()
-            zrpc.shutdown(graceful=False)
-
-    services = layers(mesh)
-    mesh.run(0, run)
-    until(lambda: not any(map(len, services[1:])))
-    held.open()
-    assert done.wait(SOON)
-
-    def use() -> None:
-        tensor = tensor_of(found[0])
-        with dist_autograd.context() as context_id:
-            loss = (tensor * call("worker1", layer, 1, X)).sum()
-            with pytest.raises(zrpc.WorkerDied, match="which has lost its creator: worker worker0"):
-                dist_autograd.backward(context_id, [loss])
-
-    mesh.run(2, use)
 
 
 def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: HeldLayer) -> None:
