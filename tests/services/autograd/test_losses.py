@@ -14,7 +14,6 @@ import zrpc
 import zrpc.autograd as dist_autograd
 from tests.services.autograd.split_models import (
     Held,
-    W,
     X,
     assert_freed,
     call,
@@ -263,27 +262,7 @@ def test_a_gradient_is_lost_before_the_part_of_its_receiver_begins(mesh: Mesh) -
     assert_freed(mesh)
 
 
-# The creator of a context, and the message that ends one.
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3, timeout=60, faults=True, options={"heartbeat_timeout": 1.0})
-def test_a_context_goes_on_if_one_of_its_workers_has_lost_its_creator(caller: Mesh) -> None:
-    """The others still reach the creator. The end of the context frees them, as always."""
-    with dist_autograd.context() as context_id:
-        call("worker1", call, "worker2", max, 1, 2)
-        loss = call("worker2", layer, 2, X).sum()
-        with faults.cut(caller, 0, 1):
-            for this, other in ((0, 1), (1, 0)):
-                lost = caller.agent(this).membership.lost
-                until(lambda lost=lost, other=other: other in lost)
-            # What worker1 says of that arrives before this, and what worker2 makes of it.
-            caller.run(1, zrpc.rpc_sync, "worker2", max, (1, 2))
-            call("worker2", max, 1, 2)
-            dist_autograd.backward(context_id, [loss])
-            found = gradients_at(caller, 2, context_id)[W[2]]
-    torch.testing.assert_close(found, torch.autograd.grad(layer(2, X).sum(), [W[2]])[0])
-    assert_freed(caller)
+# The message that ends a context.
 
 
 def test_the_end_of_a_context_is_lost(mesh: Mesh) -> None:
