@@ -264,24 +264,6 @@ def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: HeldLayer) 
     assert_freed(mesh)
 
 
-def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(caller: Mesh) -> None:
-    """It is held up on its way."""
-
-    def late(x: Any) -> bool:
-        call("worker2", layer, 2, x)
-        return x.requires_grad
-
-    with contextlib.ExitStack() as stack:
-        with dist_autograd.context():
-            call("worker1", layer, 1, X)
-            stack.enter_context(io_thread_held(caller, 1))
-            future = zrpc.rpc_async("worker1", here(late), (X,))
-        until(lambda: not layers(caller)[0])
-    assert future.wait()
-    settle(caller)
-    assert_freed(caller)
-
-
 def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: HeldLayer) -> None:
     future, _ = begin_in_a_context(held)
     assert_freed(caller)
