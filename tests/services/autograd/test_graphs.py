@@ -274,29 +274,6 @@ def test_a_context_that_begins_in_inference_mode(caller: Mesh) -> None:
         block.__exit__(None, None, None)
 
 
-def fail(_: Any) -> None:
-    raise ValueError("called by mistake")
-
-
-def hooked() -> torch.Tensor:
-    inner = W[1] * 2
-    inner.register_hook(fail)
-    assert inner.grad_fn is not None
-    inner.grad_fn.register_prehook(fail)
-    return inner * 2
-
-
-def test_branches_in_one_message_with_what_is_used_are_not_run(mesh: Mesh) -> None:
-    def there(x: Any) -> Any:
-        return hooked(), layer(1, x), hooked()
-
-    def model() -> Any:
-        x = call("worker1", there, X)[1]
-        return call("worker1", there, x)[1].sum()
-
-    assert_as_local(mesh, model, LEAVES)
-
-
 def test_tensors_of_one_message_can_have_passes_of_their_own(caller: Mesh) -> None:
     """The branches of the others are neither run nor freed."""
     leaves = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(4)]
