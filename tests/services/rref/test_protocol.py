@@ -44,65 +44,6 @@ def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> 
     run(3, [("create", 2, 2), *hand_on, *more, *end, *cut], 1826)
 
 
-# -- a value that is made again by another owner -------------------------------------------
-
-MAKER, OLD, USER, OTHER, NEW = range(5)
-
-
-@pytest.mark.system
-@settings(max_examples=100)
-@given(data=st.data())
-def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: Any) -> None:
-    members = {member: References(member) for member in (MAKER, USER, OTHER, NEW)}
-    rref_id, created = GloballyUniqueId(MAKER, 0), GloballyUniqueId(MAKER, 1)
-    forks = {MAKER: GloballyUniqueId(MAKER, 2)}
-    members[MAKER].create(rref_id, forks[MAKER], OLD)
-    for user in (USER, OTHER):
-        forks[user] = GloballyUniqueId(MAKER, 10 + user)
-        members[user].receive(Fork(rref_id, forks[user], OLD, forks[MAKER]), MAKER)
-    for user in forks:
-        members[user].on_member_lost(OLD)
-        members[user].outgoing.clear()
-    # What each does in its order, and what is in flight; both in any order.
-    steps = {user: ["move", "drop"] for user in forks}
-    steps[NEW] = ["create", "end of the first fork"]
-    flight: list[tuple[int, int, ReferenceMessage]] = []
-    listed: set[GloballyUniqueId] = set()
-    ended: set[GloballyUniqueId] = set()
-    while flight or any(steps.values()):
-        events = [(who, None) for who, left in steps.items() if left]
-        events += [(None, each) for each in flight]
-        who, packet = data.draw(st.sampled_from(events))
-        if packet is not None:
-            flight.remove(packet)
-            sender, to, message = packet
-            members[to].handle(sender, message)
-            if to == NEW:  # the end of a fork may come before its beginning
-                ended |= {message.fork_id} if message.verb is Verb.DELETE else set()
-                listed = (listed | {message.fork_id}) - ended
-        elif (step := steps[who].pop(0)) == "move":
-            members[who].move({rref_id: NEW})
-        elif step == "drop":
-            members[who].drop(forks[who])
-        elif step == "create":
-            members[MAKER].create(rref_id, created, NEW)
-            members[NEW].add(rref_id, created, MAKER)
-            members[MAKER].on_listed(created)
-            listed.add(created)
-        else:
-            members[MAKER].drop(created)
-        for member, references in members.items():
-            references.look()
-            flight += [(member, to, message) for to, message in references.outgoing]
-            references.outgoing.clear()
-            assert all(to in members for _, to, _ in flight), "a message to somebody unknown"
-        if listed:
-            assert sum(members[NEW].sizes()) == 1, "freed while a fork is listed"
-    for member, references in members.items():
-        assert (sum(references.sizes()), references.idle) == (0, True), member
-    assert set(members[NEW].freed) == {rref_id}
-
-
 # -- the bytes -----------------------------------------------------------------------------
 
 
