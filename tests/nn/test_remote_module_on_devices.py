@@ -9,25 +9,18 @@ import torch
 
 import zrpc as rpc
 from tests.support.agents import joined
-from zrpc.agent.agent import Agent
 from zrpc.nn import RemoteModule
 from zrpc.testing import fake_device
 
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def _agents() -> Iterator[list[Agent]]:
-    """worker0 has a map for worker1, and none for worker2."""
+@pytest.fixture(scope="module", autouse=True)
+def _caller() -> Iterator[None]:
+    """The test itself is worker0. It has a map for worker1, and none for worker2."""
     fake_device()
-    with joined({"device_maps": {"worker1": {"fake:0": "fake:1"}}}, {}, {}) as agents:
-        yield agents
-
-
-@pytest.fixture(autouse=True)
-def _caller(_agents: list[Agent]) -> Iterator[None]:
-    """The test itself is worker0."""
-    with _agents[0].as_current():
+    maps = {"worker1": {"fake:0": "fake:1"}}
+    with joined({"device_maps": maps}, {}, {}) as agents, agents[0].as_current():
         yield
 
 

@@ -92,20 +92,6 @@ def test_zero_grad_clears_gradients_on_all_owners() -> None:
     assert PARAMETERS["w0"].grad is PARAMETERS["w1"].grad is None
 
 
-@pytest.mark.system
-@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop"])
-def test_training_continues_from_a_saved_state(name: str, tmp_path: Path) -> None:
-    options = OPTIONS.get(name, {"lr": 0.1})
-    twins = Twins(CLASSES[name], [1, 0, 2], **options)
-    twins.run()
-    twins.set(lr=0.03)
-    torch.save(twins.distributed.state_dict(), tmp_path / "state.pt")
-    twins.distributed = DistributedOptimizer(CLASSES[name], twins.rrefs, **{**options, "lr": 9.0})
-    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert twins.distributed.param_groups[0]["lr"] == 0.03
-    twins.run()
-
-
 def test_a_state_with_other_owners_or_groups_is_refused() -> None:
     twins = Twins(torch.optim.SGD, [1, 2], lr=0.1)
     rrefs, state = twins.rrefs, twins.distributed.state_dict()
@@ -182,12 +168,8 @@ def test_groups_keep_what_the_optimizer_changes() -> None:
     Twins(Warming, [1, 2, 1], groups=groups, lr=0.3).run()
 
 
-def halving(optimizer: Any) -> Any:
-    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-
-
 def test_a_scheduler_beside_what_the_optimizer_changes() -> None:
-    Twins(Warming, [1, 2], lr=0.3).run(halving)
+    Twins(Warming, [1, 2], lr=0.3).run(SCHEDULERS["StepLR"])
 
 
 def test_an_option_that_both_change() -> None:
@@ -202,23 +184,27 @@ def test_an_option_that_both_change() -> None:
 
 
 def test_a_rate_in_a_tensor_that_a_scheduler_changes_in_place() -> None:
-    Twins(torch.optim.SGD, [1, 2], lr=torch.tensor(0.3)).run(halving)
+    Twins(torch.optim.SGD, [1, 2], lr=torch.tensor(0.3)).run(SCHEDULERS["StepLR"])
+
+
+SAVED = {
+    **{name: OPTIONS.get(name, {"lr": 0.1}) for name in ("SGD", "Adam", "Adagrad", "RMSprop")},
+    **{f"Warming, {rate}": {"lr": 0.3, "rate": rate} for rate in ("number", "list", "tensor")},
+}
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("rate", ["number", "list", "tensor"])
-def test_the_state_has_what_the_optimizer_has_changed(rate: str, tmp_path: Path) -> None:
-    twins = Twins(Warming, [1, 0, 2], lr=0.3, rate=rate)
+@pytest.mark.parametrize("name", SAVED)
+def test_training_continues_from_a_saved_state(name: str, tmp_path: Path) -> None:
+    """It has what the optimizer has changed in its groups."""
+    options = SAVED[name]
+    twins = Twins(CLASSES.get(name, Warming), [1, 0, 2], **options)
     twins.run()
-    twins.set(lr=0.2)
-    state = twins.distributed.state_dict()
-    assert state["param_groups"][0]["k"] == STEPS
-    assert state["param_groups"][0]["lr"] == 0.2
-    for of_worker in state["workers"].values():
-        assert of_worker["param_groups"][0]["k"] == STEPS
-    torch.save(state, tmp_path / "state.pt")
-    twins.distributed = DistributedOptimizer(Warming, twins.rrefs, lr=9.0, rate=rate)
-    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    twins.set(lr=0.03)
+    state = twins.save_and_load(tmp_path / "state.pt", **{**options, "lr": 9.0})
+    for groups in (each["param_groups"] for each in (state, *state["workers"].values())):
+        assert groups[0].get("k", STEPS) == STEPS
+    assert state["param_groups"][0]["lr"] == twins.distributed.param_groups[0]["lr"] == 0.03
     twins.run()
 
 
@@ -242,9 +228,7 @@ def test_owners_keep_values_that_differ(tmp_path: Path) -> None:
     for step in range(3):
         step_over(1, step)
     step_over(0, 3)
-    torch.save(twins.distributed.state_dict(), tmp_path / "state.pt")
-    twins.distributed = DistributedOptimizer(Skipping, twins.rrefs, lr=0.3)
-    twins.distributed.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    twins.save_and_load(tmp_path / "state.pt", lr=0.3)
     step_over(0, 4)
     step_over(1, 5)
 

@@ -105,9 +105,3 @@ def look_up_rows(rref: Parameter) -> torch.Tensor:
 def sum_of_rows(weight: torch.Tensor, sparse: bool) -> torch.Tensor:
     indices = torch.tensor([1, 3, 1])
     return torch.nn.functional.embedding(indices, weight, sparse=sparse).sum()
-
-
-def test_clipping_in_an_unknown_context_raises(caller: Mesh) -> None:
-    rref = make("a", 1)
-    with pytest.raises(RuntimeError, match="Could not find autograd context with id: 77"):
-        clip_grad_norm_(77, [rref], 1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,7 @@ class Twins:
         groups: Callable[[list[Any]], Any] = list,
         **options: Any,
     ) -> None:
+        self._class = optimizer_class
         names = {f"w{i}": owner for i, owner in enumerate(owners)}
         PARAMETERS.update({name: drawn(i).requires_grad_() for i, name in enumerate(names)})
         self.rrefs = [zrpc.rpc_sync(f"worker{at}", refer, (name,)) for name, at in names.items()]
@@ -112,6 +114,14 @@ class Twins:
         """Sets options of the first groups."""
         for group in self.first_groups:
             group.update(options)
+
+    def save_and_load(self, path: Path, *args: Any, **options: Any) -> dict[str, Any]:
+        """Goes on with another distributed optimizer, by the state of the last; returns it."""
+        state = self.distributed.state_dict()
+        torch.save(state, path)
+        self.distributed = DistributedOptimizer(self._class, self.rrefs, *args, **options)
+        self.distributed.load_state_dict(torch.load(path, weights_only=True))
+        return state
 
     def step(self, number: int, of: slice = slice(None), fn: Loss = loss_of) -> None:
         """Steps with both, over all or some parameters, and checks that all are equal then."""

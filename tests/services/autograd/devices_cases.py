@@ -20,20 +20,16 @@ ZERO = torch.device("fake:0")
 LARGE = 100_000
 
 
-@pytest.fixture(scope="module")
-def _agents() -> Iterator[list[Agent]]:
-    """worker0 has a map for worker1, which has a map that moves all to the CPU of worker2."""
+@pytest.fixture(scope="module", autouse=True)
+def agent() -> Iterator[Agent]:
+    """The test itself is worker0.
+
+    It has a map for worker1, which has a map that moves all to the CPU of worker2.
+    """
     zero = {"device_maps": {"worker1": {"fake:0": "fake:0"}}}
     one = {"device_maps": {"worker2": {"fake:0": "cpu"}}}
-    with joined(zero, one, {}) as agents:
-        yield agents
-
-
-@pytest.fixture
-def agents(_agents: list[Agent]) -> Iterator[list[Agent]]:
-    """The test itself is worker0."""
-    with _agents[0].as_current():
-        yield _agents
+    with joined(zero, one, {}) as agents, agents[0].as_current():
+        yield agents[0]
 
 
 def leaf(size: int = 3, device: str = "fake:0") -> torch.Tensor:
@@ -55,7 +51,6 @@ def square_on_worker2(x: torch.Tensor) -> torch.Tensor:
     return rpc.rpc_sync("worker2", square, (x,)) + x
 
 
-@pytest.mark.usefixtures("agents")
 def test_gradients_arrive_on_the_devices_of_their_tensors() -> None:
     """Across workers whose devices differ."""
     x, y, large = leaf(), leaf(device="cpu"), leaf(LARGE)
@@ -74,7 +69,6 @@ def test_gradients_arrive_on_the_devices_of_their_tensors() -> None:
     assert torch.equal(found[2].cpu(), torch.full((LARGE,), 2.0))
 
 
-@pytest.mark.usefixtures("agents")
 def test_gradients_on_a_device_are_clipped() -> None:
     x, y = leaf(), leaf(device="cpu")
     rrefs = [rpc.RRef(x), rpc.RRef(y)]
@@ -89,13 +83,13 @@ def test_gradients_on_a_device_are_clipped() -> None:
         torch.testing.assert_close(each, torch.full((3,), before) / norm)
 
 
-def test_a_hook_on_a_device_tensor_may_call_a_worker(agents: list[Agent]) -> None:
+def test_a_hook_on_a_device_tensor_may_call_a_worker(agent: Agent) -> None:
     """It runs in a thread of torch's engine, as nodes of devices do."""
     x = leaf()
     called = []
 
     def hook(gradient: torch.Tensor) -> None:
-        with agents[0].as_current():
+        with agent.as_current():
             called.append(rpc.rpc_sync("worker1", square, (gradient.detach(),)).tolist())
 
     def loss() -> torch.Tensor:

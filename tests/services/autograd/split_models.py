@@ -22,7 +22,8 @@ from torch.utils._pytree import tree_map_only
 import zrpc
 import zrpc.autograd as dist_autograd
 from tests.support.identity import here
-from tests.support.waiting import SOON, until
+from tests.support.io_threads import await_io_threads
+from tests.support.waiting import until
 from zrpc.agent.current import find_agent
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.services.autograd.service import AutogradService
@@ -126,7 +127,7 @@ def local_gradients(
 
 
 def assert_as_local(
-    mesh: Mesh, model: Model, leaves: Iterable[torch.Tensor], passes: int = 1, **tolerance: float
+    mesh: Mesh, model: Model, leaves: Iterable[torch.Tensor], passes: int = 1
 ) -> None:
     """A model's gradients are those that it has in one process, and `.grad` is untouched."""
     leaves = list(leaves)
@@ -140,7 +141,7 @@ def assert_as_local(
             continue
         assert at in found, f"leaf {index} has no gradient"
         assert found[at].layout == gradient.layout
-        torch.testing.assert_close(found[at].to_dense(), gradient.to_dense(), **tolerance)
+        torch.testing.assert_close(found[at].to_dense(), gradient.to_dense())
 
 
 def assert_freed(mesh: Mesh) -> None:
@@ -155,13 +156,8 @@ def settle(mesh: Mesh, rounds: int = 2) -> None:
         gc.collect()
         for name in mesh:
             for to in mesh:
-                mesh.run(name, zrpc.rpc_sync, to, nothing)
-            told = threading.Event()
-            mesh.agent(name).receiver.in_io_thread(told.set)
-            assert told.wait(SOON)
-
-
-def nothing() -> None: ...
+                mesh.run(name, zrpc.rpc_sync, to, max, (1, 2))
+        await_io_threads(mesh)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import struct
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +27,10 @@ from tests.services.autograd.split_models import (
     layers,
     settle,
 )
-from tests.support.identity import Same, here
-from tests.support.waiting import SOON, until
+from tests.support.gates import Gate
+from tests.support.identity import here
+from tests.support.io_threads import io_thread_held
+from tests.support.waiting import until
 from zrpc.optim import DistributedOptimizer, clip_grad_norm_
 from zrpc.services.autograd.contexts import PASS_LAYOUT
 from zrpc.testing import Mesh
@@ -167,38 +168,18 @@ def test_a_message_about_a_context_that_nobody_can_have_made(mesh: Mesh, context
 ENDED = "whose context had ended"
 
 
-class HeldLayer(Same):
+class HeldLayer(Gate):
     """A layer of worker1 that waits until the test lets it go on."""
 
-    def __init__(self) -> None:
-        self.entered, self._may_go_on = threading.Event(), threading.Event()
-
     def __call__(self, x: torch.Tensor) -> dict[str, Any]:
-        self.entered.set()
-        assert self._may_go_on.wait(SOON)
+        self.wait_inside()
         return {"numbers": [1, layer(1, x)]}
-
-    def go_on(self) -> None:
-        self._may_go_on.set()
 
 
 @pytest.fixture
 def held() -> Iterator[HeldLayer]:
-    held = HeldLayer()
-    yield held
-    held.go_on()
-
-
-@contextlib.contextmanager
-def receiving_nothing(mesh: Mesh, rank: int) -> Iterator[None]:
-    """Holds up what comes to a worker."""
-    held, may_go_on = threading.Event(), threading.Event()
-    mesh.agent(rank).receiver.in_io_thread(lambda: (held.set(), may_go_on.wait(SOON)))
-    assert held.wait(SOON)
-    try:
-        yield
-    finally:
-        may_go_on.set()
+    with HeldLayer() as held:
+        yield held
 
 
 def tensor_of(value: dict[str, Any]) -> torch.Tensor:
@@ -233,26 +214,26 @@ def begin_in_a_context(fn: Any, finish: bool = False) -> tuple[Any, Any]:
 
 
 def test_answers_that_come_before_the_end(caller: Mesh, held: HeldLayer) -> None:
-    held.go_on()
+    held.open()
     assert_refused(*begin_in_a_context(held, finish=True))
     assert_freed(caller)
 
 
 def test_answers_that_come_after_the_end(caller: Mesh, held: HeldLayer) -> None:
     future, rref = begin_in_a_context(held)
-    assert held.entered.wait(SOON)
+    held.await_entry()
     assert_freed(caller)
-    held.go_on()
+    held.open()
     assert_refused(future.wait, rref.to_here)
     assert_freed(caller)
 
 
 def test_answers_of_a_worker_that_has_not_learnt_of_the_end(mesh: Mesh, held: HeldLayer) -> None:
     future, rref = mesh.run(0, begin_in_a_context, held)
-    assert held.entered.wait(SOON)
-    with receiving_nothing(mesh, 1):
+    held.await_entry()
+    with io_thread_held(mesh, 1):
         until(lambda: not layers(mesh)[0])
-        held.go_on()
+        held.open()
         until(future.done)
     mesh.run(0, assert_refused, future.wait, rref.to_here)
     assert_freed(mesh)
@@ -274,68 +255,19 @@ def test_a_call_that_a_handler_makes_after_the_end(mesh: Mesh, held: HeldLayer) 
         return value
 
     future, rref = mesh.run(0, begin_in_a_context, here(at_worker1))
-    assert held.entered.wait(SOON)
+    held.await_entry()
     assert_freed(mesh)
-    held.go_on()
+    held.open()
     mesh.run(0, assert_refused, future.wait, rref.to_here)
     assert len(seen) == 4
     settle(mesh)
     assert_freed(mesh)
 
 
-def test_a_call_that_arrives_after_the_end_does_not_revive_the_context(caller: Mesh) -> None:
-    """It is held up on its way."""
-
-    def late(x: Any) -> bool:
-        call("worker2", layer, 2, x)
-        return x.requires_grad
-
-    with contextlib.ExitStack() as stack:
-        with dist_autograd.context():
-            call("worker1", layer, 1, X)
-            stack.enter_context(receiving_nothing(caller, 1))
-            future = zrpc.rpc_async("worker1", here(late), (X,))
-        until(lambda: not layers(caller)[0])
-    assert future.wait()
-    settle(caller)
-    assert_freed(caller)
-
-
-def test_a_call_of_a_handler_whose_creator_is_gone(mesh: Mesh, held: HeldLayer) -> None:
-    """worker0 leaves; so the context ends, and then worker1 answers worker2."""
-    found: list[Any] = []
-    done = threading.Event()
-
-    def at_worker2() -> None:
-        found.append(call("worker1", held, X))
-        done.set()
-
-    def run() -> None:
-        with dist_autograd.context():
-            zrpc.remote("worker2", here(at_worker2))  # goes on without its caller
-            assert held.entered.wait(SOON)
-            zrpc.shutdown(graceful=False)
-
-    services = layers(mesh)
-    mesh.run(0, run)
-    until(lambda: not any(map(len, services[1:])))
-    held.go_on()
-    assert done.wait(SOON)
-
-    def use() -> None:
-        tensor = tensor_of(found[0])
-        with dist_autograd.context() as context_id:
-            loss = (tensor * call("worker1", layer, 1, X)).sum()
-            with pytest.raises(zrpc.WorkerDied, match="which has lost its creator: worker worker0"):
-                dist_autograd.backward(context_id, [loss])
-
-    mesh.run(2, use)
-
-
 def test_a_pass_that_does_not_reach_it_is_as_without(caller: Mesh, held: HeldLayer) -> None:
     future, _ = begin_in_a_context(held)
     assert_freed(caller)
-    held.go_on()
+    held.open()
     expected = torch.autograd.grad((layer(1, X).detach() * layer(2, X)).sum(), [X])[0]
     value = tensor_of(future.wait())
     with dist_autograd.context() as context_id:
@@ -392,41 +324,32 @@ def test_what_a_context_held_is_freed(mesh: Mesh, fails: bool) -> None:
 class SlowSet(set[int]):
     """Workers to which worker2 is added slowly."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.adding, self.go = threading.Event(), threading.Event()
+    def __init__(self, workers: set[int], gate: Gate) -> None:
+        super().__init__(workers)
+        self._gate = gate
 
     def add(self, peer: int) -> None:
         if peer == 2:
-            self.adding.set()
-            assert self.go.wait(SOON)
+            self._gate.wait_inside()
         super().add(peer)
 
 
-def test_a_context_ends_as_a_handler_brings_another_worker_in(mesh: Mesh) -> None:
+def test_a_context_ends_as_a_handler_brings_another_worker_in(caller: Mesh) -> None:
     """The end must go to that worker, too."""
-    contexts = layers(mesh)[1].contexts
-    peers, ending = SlowSet(), threading.Event()
-    release = contexts.release
-
-    def note_end(*args: Any, **more: Any) -> None:
-        ending.set()
-        release(*args, **more)
-
-    contexts.release = note_end  # type: ignore[method-assign]
+    service, gate = layers(caller)[1], Gate()
+    received = service.agent.dispatcher.received
 
     def bring_in(x: Any) -> Any:
-        state = contexts.find(contexts.current())
-        peers.update(state.peers)
-        state.peers = peers
+        state = service.contexts.find(service.contexts.current())
+        state.peers = SlowSet(state.peers, gate)
         return call("worker2", layer, 2, x).detach()
 
-    with mesh.agent(0).as_current():
-        with dist_autograd.context():
-            future = zrpc.rpc_async("worker1", here(bring_in), (X,))
-            assert peers.adding.wait(SOON)
-        assert ending.wait(SOON)
-        peers.go.set()
-        future.wait()
-    settle(mesh)
-    assert_freed(mesh)
+    with dist_autograd.context():
+        future = zrpc.rpc_async("worker1", here(bring_in), (X,))
+        gate.await_entry()
+        before = received[0]
+    until(lambda: received[0] > before, "the end has come to worker1")
+    gate.open()
+    future.wait()
+    settle(caller)
+    assert_freed(caller)

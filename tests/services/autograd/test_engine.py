@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import threading
+import runpy
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
-from zrpc.services.autograd import engine
+from zrpc.services.autograd import engine, nodes
 from zrpc.services.autograd.nodes import OwnHook, any_registered
 from zrpc.services.autograd.state import ContextState
 
@@ -190,15 +189,11 @@ def leaf() -> torch.Tensor:
     return leaf
 
 
-@pytest.fixture
-def _reduced(monkeypatch: pytest.MonkeyPatch, leaf: torch.Tensor) -> None:
-    """The leaf is a parameter of a DDP module."""
-    monkeypatch.setattr(engine.ddp, "reduced_with", lambda leaves: [leaf])
-
-
-@pytest.mark.usefixtures("_reduced")
-def test_a_gradient_in_a_bucket_that_the_reducer_overwrites(leaf: torch.Tensor) -> None:
+def test_a_gradient_in_a_bucket_that_the_reducer_overwrites(
+    monkeypatch: pytest.MonkeyPatch, leaf: torch.Tensor
+) -> None:
     """DDP makes ``.grad`` a view of its bucket if it is asked to."""
+    monkeypatch.setattr(engine.ddp, "reduced_with", lambda leaves: [leaf])
     bucket = leaf.grad
     assert bucket is not None
 
@@ -210,48 +205,6 @@ def test_a_gradient_in_a_bucket_that_the_reducer_overwrites(leaf: torch.Tensor) 
     leaf.register_post_accumulate_grad_hook(reduce)
     torch.testing.assert_close(run((leaf * 2).sum())[leaf], torch.full((3,), 2.0))
     torch.testing.assert_close(leaf.grad, torch.full((3,), 7.0))
-
-
-@pytest.mark.parametrize("reduced", [True, False])
-def test_a_run_that_fails_puts_the_gradient_back(
-    request: pytest.FixtureRequest, leaf: torch.Tensor, reduced: bool
-) -> None:
-    if reduced:
-        request.getfixturevalue("_reduced")
-    before = leaf.grad
-    leaf.register_post_accumulate_grad_hook(nothing)
-    state = ContextState(1)
-    with pytest.raises(ValueError, match="in a node"):
-        run((leaf * Failing.apply(torch.rand(3, requires_grad=True))).sum(), state)
-    assert leaf.grad is before
-    torch.testing.assert_close(before, torch.full((3,), 7.0))
-    assert leaf in run((leaf * 2).sum(), state)
-
-
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_that_removes_itself(leaf: torch.Tensor, register: str) -> None:
-    calls, state = [], ContextState(1)
-
-    def once(_: torch.Tensor) -> None:
-        calls.append(1)
-        handle.remove()
-
-    handle = getattr(leaf, register)(once)
-    for _ in range(2):
-        run((leaf * 2).sum(), state)
-    assert calls == [1]
-    torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 4.0))
-
-
-def test_hooks_of_a_node_are_called_once_with_the_whole_gradient(leaf: torch.Tensor) -> None:
-    node, seen = accumulator_of(leaf), []
-    with (
-        node.register_prehook(lambda gradients: seen.append(gradients[0][0].item())),
-        node.register_hook(lambda _, gradients: seen.append(gradients[0][0].item())),
-    ):
-        found = run((leaf * 2 + leaf * 3).sum())
-    assert seen == [5.0, 5.0]
-    torch.testing.assert_close(found[leaf], torch.full((3,), 5.0))
 
 
 @pytest.mark.parametrize("register", ["post_accumulate_grad_hook", "hook"])
@@ -306,12 +259,6 @@ def test_a_leaf_with_hooks_may_have_gradients_of_another_dtype(dtype: torch.dtyp
     torch.testing.assert_close(state.gradients[leaf], torch.full((3,), 2.002))
 
 
-def start_run(root: torch.Tensor, state: ContextState) -> threading.Thread:
-    thread = threading.Thread(target=run, args=(root, state), daemon=True)
-    thread.start()
-    return thread
-
-
 @pytest.mark.parametrize("register", ["post_accumulate_grad_hook", "hook"])
 @pytest.mark.parametrize("same", [True, False], ids=["same context", "other context"])
 def test_a_hook_may_run_a_pass_over_its_own_leaf(
@@ -331,40 +278,13 @@ def test_a_hook_may_run_a_pass_over_its_own_leaf(
 
     at = leaf if register.startswith("post") else node
     handle = getattr(at, f"register_{register}")(again)
-    thread = start_run((leaf * 2).sum(), first)
-    thread.join(SOON)
-    assert not thread.is_alive()
+    [outcome] = start_all([lambda: run((leaf * 2).sum(), first)], SOON)()
+    assert outcome.keys() == {leaf}
     handle.remove()
     assert leaf.grad is before
     assert seen == ([2.0, 5.0, 5.0] if same else [2.0, 3.0, 2.0])
     found = first.gradients[leaf] if same else first.gradients[leaf] + second.gradients[leaf]
     torch.testing.assert_close(found, torch.full((3,), 5.0))
-
-
-def test_hooks_of_a_gradient_run_while_those_of_a_node_do(leaf: torch.Tensor) -> None:
-    """Of two contexts. The hooks on the node wait for each other, as in torch: it has a lock."""
-    inside, through = threading.Event(), threading.Event()
-    accumulated, passed = [], []
-
-    def slow(parameter: torch.Tensor) -> None:
-        assert parameter.grad is not None
-        inside.set()
-        accumulated.append((parameter.grad[0].item(), through.wait(SOON)))
-
-    def quick(gradient: torch.Tensor) -> None:
-        passed.append(gradient[0].item())
-        if inside.is_set():
-            through.set()
-
-    leaf.register_post_accumulate_grad_hook(slow)
-    leaf.register_hook(quick)
-    threads = [start_run((leaf * 1).sum(), ContextState(1))]
-    assert inside.wait(SOON)
-    threads.append(start_run((leaf * 2).sum(), ContextState(2)))
-    for thread in threads:
-        thread.join(SOON)
-    assert accumulated == [(1.0, True), (2.0, True)]
-    assert passed == [1.0, 2.0]
 
 
 # Whether a program has hooks on nodes is known without a look at any node.
@@ -380,13 +300,15 @@ def _no_hooks() -> Iterator[None]:
 @pytest.mark.usefixtures("_no_hooks")
 @pytest.mark.parametrize("register", ["register_hook", "register_prehook"])
 def test_a_hook_counts_until_it_is_removed_or_its_node_is_freed(register: str) -> None:
-    node = accumulator_of(torch.rand(3, requires_grad=True))
+    leaf = torch.rand(3, requires_grad=True)
+    node = accumulator_of(leaf)
     own = getattr(node, register)(OwnHook(nothing))
     assert not any_registered()
+    assert not engine.must_run([leaf])
     own.remove()
     handles = [getattr(node, register)(nothing) for _ in range(2)]
     for handle in handles:
-        assert any_registered()
+        assert engine.must_run([leaf])
         handle.remove()
     assert not any_registered()
     getattr(node, register)(nothing)
@@ -395,34 +317,7 @@ def test_a_hook_counts_until_it_is_removed_or_its_node_is_freed(register: str) -
     assert not any_registered()
 
 
-BEFORE = """
-import torch
-node = torch.ones(1, requires_grad=True).view(1).grad_fn
-node.register_hook(print).remove()
-from zrpc.services.autograd.nodes import any_registered
-print(any_registered())
-"""
-
-
-@pytest.mark.system
 def test_hooks_may_be_there_if_some_were_registered_before_zrpc() -> None:
-    assert subprocess.check_output([sys.executable, "-c", BEFORE], text=True) == "True\n"
-
-
-@pytest.mark.usefixtures("_no_hooks")
-def test_a_run_without_hooks_looks_at_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    leaf, state = torch.rand(3, requires_grad=True), ContextState(1)
-    node, registered = accumulator_of(leaf), []
-    note = torch.autograd.Function._register_hook  # type: ignore[attr-defined]
-
-    def register(*arguments: Any) -> Any:
-        registered.append(True)
-        return note(*arguments)
-
-    monkeypatch.setattr(torch.autograd.Function, "_register_hook", staticmethod(register))
-    run((leaf * 2).sum(), state)
-    assert not registered
-    node.register_hook(nothing)
-    run((leaf * 2).sum(), state)
-    assert registered
-    torch.testing.assert_close(state.gradients, {leaf: torch.full((3,), 4.0)})
+    """Here, before the module runs once more."""
+    accumulator_of(torch.rand(3, requires_grad=True)).register_hook(nothing).remove()
+    assert runpy.run_path(nodes.__file__)["any_registered"]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from types import FrameType
 from typing import Any
@@ -32,37 +33,30 @@ def test_ctrl_c_keeps_no_worker_from_learning_that_a_context_has_ended(mesh: Mes
 
 def test_ctrl_c_as_a_block_begins_leaves_no_thread_in_a_context(caller: Mesh) -> None:
     """Between what a block begins with and the block, whose end is then not called."""
+    begins = ("_GeneratorContextManager.__enter__", "in_context.__enter__")
     left = 0
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
-        begins = frame.f_code.co_qualname in (
-            "_GeneratorContextManager.__enter__",
-            "in_context.__enter__",
-        )
-        if begins and event == "return":
+        if frame.f_code.co_qualname not in begins:
+            return None
+        if event == "return":
             left -= 1
             if not left:
                 raise KeyboardInterrupt
-        return trace if begins else None
+        return trace
 
-    def interrupted() -> bool:
-        sys.settrace(trace)
-        try:
-            with dist_autograd.context() as context_id:
-                dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(None)
-        return False
+    def run() -> None:
+        with dist_autograd.context() as context_id:
+            dist_autograd.backward(context_id, [call("worker1", layer, 1, X).sum()])
 
-    number = 0
-    while True:
-        number += 1
+    for number in itertools.count(1):
         left = number
-        if not interrupted():
+        sys.settrace(trace)
+        with contextlib.suppress(KeyboardInterrupt):
+            run()
+        sys.settrace(None)
+        run()
+        if left > 0:
             break
-        with dist_autograd.context():
-            pass
     assert number > 2

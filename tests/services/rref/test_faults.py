@@ -90,6 +90,7 @@ def test_a_handler_that_is_cancelled_meanwhile_never_begins(
 # -- messages that are lost ------------------------------------------------------------------------
 
 
+@pytest.mark.system
 def test_the_end_of_a_fork_that_was_lost_is_told_again(caller: Mesh) -> None:
     """As soon as a later message shows that one is missing."""
     rref = zrpc.remote("worker2", dict)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from collections import Counter
 from typing import Any
 
@@ -17,7 +15,6 @@ from tests.services.rref.simulation import (
     WITH_LOSSES,
     WITH_PARTITIONS,
     Network,
-    Packet,
     run,
     schedules,
     take_messages,
@@ -48,143 +45,7 @@ def test_an_owner_forgets_a_fork_that_only_a_worker_that_lost_it_had_named() -> 
     run(3, [("create", 2, 2), *hand_on, *more, *end, *cut], 1826)
 
 
-# -- sequences that once went wrong --------------------------------------------------------
-
-
-def finish(network: Network) -> None:
-    for seed in range(20):
-        copied = copy.deepcopy(network)
-        copied.finish(random.Random(seed))
-
-
-def only(network: Network, kind: str, to: int) -> Packet:
-    [packet] = [p for p in network.under_way if (p.kind, p.to) == (kind, to)]
-    return packet
-
-
-def test_a_fork_arrives_when_its_owner_is_known_to_be_gone() -> None:
-    network = Network(3)
-    network.create(0, 1)
-    network.hand_on(network.handles[0], 2)
-    network.kill(1)
-    network.notice(2, 1)
-    network.deliver(only(network, "fork", 2))
-    assert network.machines[2].idle
-    finish(network)
-
-
-def test_a_fork_is_handed_on_when_its_owner_or_receiver_is_known_to_be_gone() -> None:
-    for gone in (1, 2):
-        network = Network(3)
-        network.create(0, 1)
-        network.kill(gone)
-        network.notice(0, gone)
-        network.hand_on(network.handles[0], 2)
-        assert network.machines[0].idle
-        finish(network)
-
-
-def test_a_message_to_the_dead_is_taken_back_at_the_owner() -> None:
-    for noticed_first in (True, False):
-        network = Network(2)
-        network.create(0, 0)
-        network.kill(1)
-        if noticed_first:
-            network.notice(0, 1)
-        network.hand_on(network.handles[0], 1, cancelled=True)
-        finish(network)
-
-
-def test_a_late_word_from_the_dead_keeps_nothing() -> None:
-    network = Network(3)
-    network.create(0, 1)
-    network.deliver(only(network, "create", 1))
-    network.hand_on(network.handles[0], 2)
-    network.deliver(only(network, "fork", 2))
-    network.kill(2)
-    network.notice(0, 2)
-    network.drop(network.handles[0])
-    delete, add = (
-        next(p for p in network.under_way if (p.kind, p.sender) == ("message", sender))
-        for sender in (0, 2)
-    )
-    network.deliver(delete)
-    network.deliver(add)
-    finish(network)
-
-
-# -- a value that is made again by another owner -------------------------------------------
-
-MAKER, OLD, USER, OTHER, NEW = range(5)
-
-
-@pytest.mark.system
-@settings(max_examples=100)
-@given(data=st.data())
-def test_a_value_that_is_made_again_lives_as_long_as_the_forks_there_were(data: Any) -> None:
-    members = {member: References(member) for member in (MAKER, USER, OTHER, NEW)}
-    rref_id, created = GloballyUniqueId(MAKER, 0), GloballyUniqueId(MAKER, 1)
-    forks = {MAKER: GloballyUniqueId(MAKER, 2)}
-    members[MAKER].create(rref_id, forks[MAKER], OLD)
-    for user in (USER, OTHER):
-        forks[user] = GloballyUniqueId(MAKER, 10 + user)
-        members[user].receive(Fork(rref_id, forks[user], OLD, forks[MAKER]), MAKER)
-    for user in forks:
-        members[user].on_member_lost(OLD)
-        members[user].outgoing.clear()
-    # What each does in its order, and what is in flight; both in any order.
-    steps = {user: ["move", "drop"] for user in forks}
-    steps[NEW] = ["create", "end of the first fork"]
-    flight: list[tuple[int, int, ReferenceMessage]] = []
-    listed: set[GloballyUniqueId] = set()
-    ended: set[GloballyUniqueId] = set()
-    while flight or any(steps.values()):
-        events = [(who, None) for who, left in steps.items() if left]
-        events += [(None, each) for each in flight]
-        who, packet = data.draw(st.sampled_from(events))
-        if packet is not None:
-            flight.remove(packet)
-            sender, to, message = packet
-            members[to].handle(sender, message)
-            if to == NEW:  # the end of a fork may come before its beginning
-                ended |= {message.fork_id} if message.verb is Verb.DELETE else set()
-                listed = (listed | {message.fork_id}) - ended
-        elif (step := steps[who].pop(0)) == "move":
-            members[who].move({rref_id: NEW})
-        elif step == "drop":
-            members[who].drop(forks[who])
-        elif step == "create":
-            members[MAKER].create(rref_id, created, NEW)
-            members[NEW].add(rref_id, created, MAKER)
-            members[MAKER].on_listed(created)
-            listed.add(created)
-        else:
-            members[MAKER].drop(created)
-        for member, references in members.items():
-            references.look()
-            flight += [(member, to, message) for to, message in take_messages(references)]
-            assert all(to in members for _, to, _ in flight), "a message to somebody unknown"
-        if listed:
-            assert sum(members[NEW].sizes()) == 1, "freed while a fork is listed"
-    for member, references in members.items():
-        assert (sum(references.sizes()), references.idle) == (0, True), member
-    assert set(members[NEW].freed) == {rref_id}
-
-
 # -- the bytes -----------------------------------------------------------------------------
-
-RANKS = st.integers(0, 2**32 - 1)
-LOCALS = st.integers(0, 2**64 - 1)
-IDS = st.builds(GloballyUniqueId, RANKS, LOCALS)
-MESSAGES = st.builds(ReferenceMessage, st.sampled_from(Verb), LOCALS, IDS, IDS, IDS)
-
-
-@pytest.mark.system
-@given(st.lists(MESSAGES), st.lists(st.builds(Fork, IDS, IDS, RANKS, IDS)))
-def test_messages_and_forks_survive_as_bytes(messages: Any, forks: Any) -> None:
-    data = b"".join(message.pack() for message in messages)
-    assert ReferenceMessage.parse_all(data) == messages
-    assert Fork.unpack_all(b"".join(fork.pack() for fork in forks)) == forks
 
 
 @given(st.binary(max_size=200))

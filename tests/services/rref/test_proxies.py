@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import zrpc
-from tests.services.rref.tracked import SOON, Value, has_timed_out, is_freed
+from tests.services.rref.tracked import Value, has_timed_out, is_freed
 from tests.support.identity import event
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 

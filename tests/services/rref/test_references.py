@@ -16,22 +16,17 @@ import torch
 
 import zrpc
 from tests.services.rref.tracked import (
-    SOON,
     Value,
-    entries,
     give,
     has_timed_out,
     is_freed,
-    layers,
     make_late,
 )
 from tests.support.gates import Gate
 from tests.support.identity import event
-from tests.support.waiting import pending, until
-from zrpc.services.rref.messages import pack_id
+from tests.support.waiting import SOON, pending, until
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
-from zrpc.wire.kind import Kind, Tag
 
 
 def test_an_owner_and_a_user_know_the_owner(caller: Mesh) -> None:
@@ -49,31 +44,16 @@ def test_an_owner_and_a_user_know_the_owner(caller: Mesh) -> None:
         own.value = 3
 
 
-def test_remote_checks_its_arguments(caller: Mesh) -> None:
-    for to in ("worker1", 1, zrpc.WorkerInfo("worker1", 1)):
-        assert zrpc.remote(to, dict, kwargs={"a": 1}).to_here() == {"a": 1}
-    with pytest.raises(TypeError, match=re.escape("function should be callable.")):
-        zrpc.remote("worker1", 5)
-    with pytest.raises(RuntimeError, match="could not find destination"):
-        zrpc.remote("worker7", max)
-    with pytest.raises(ValueError, match="WorkerInfo"):
-        zrpc.remote(0.5, max)
-
-
 def test_ids_are_counted_as_torch_counts_them(caller: Mesh) -> None:
-    def of_owner(number: int, worker: int = 0) -> str:
-        return f"OwnerRRef(GloballyUniqueId(created_on={worker}, local_id={number}))"
-
-    assert [str(zrpc.RRef(1)), str(zrpc.RRef(2))] == [of_owner(0), of_owner(1)]
-    assert str(zrpc.remote("worker1", max, args=(1, 2))) == (
-        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=2), "
-        "ForkId = GloballyUniqueId(created_on=0, local_id=3))"
+    """A call of `remote` takes two."""
+    rrefs = [zrpc.RRef(1), *(zrpc.remote(to, max, (1, 2)) for to in (0, 1)), zrpc.RRef(0)]
+    owned = "OwnerRRef(GloballyUniqueId(created_on=0, local_id={}))"
+    user = (
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=3), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=4))"
     )
-    own = zrpc.remote("worker0", max, args=(1, 2))  # takes two
-    assert own.is_owner()
-    assert own.to_here() == own.local_value() == 2
-    assert [str(own), str(zrpc.RRef(0))] == [of_owner(4), of_owner(6)]
-    assert caller.run(1, lambda: str(zrpc.RRef(1))) == of_owner(0, worker=1)
+    assert [*map(str, rrefs)] == [owned.format(0), owned.format(1), user, owned.format(5)]
+    assert rrefs[1].to_here() == rrefs[1].local_value() == 2
 
 
 def test_rrefs_to_one_value_are_equal(caller: Mesh) -> None:
@@ -176,23 +156,6 @@ def test_to_here_waits_for_the_value_until_its_timeout_or_the_default(caller: Me
         assert future.result(SOON) == to
 
 
-def test_a_value_that_is_gone_is_not_waited_for(mesh: Mesh) -> None:
-    # Who has such an RRef got it from a worker that has died since.
-    def at_user() -> None:
-        [layer, _] = layers(mesh)
-        with pytest.raises(zrpc.RpcError, match="no longer here"):
-            layer.agent.caller.call(
-                zrpc.get_worker_info("worker1"),
-                Kind.FETCH,
-                None,
-                SOON,
-                extension=(Tag.SUBJECT, pack_id(1, 999)),
-            )
-
-    mesh.run(0, at_user)
-    assert entries(layers(mesh)[1]) == 0
-
-
 def append_here(rref: Any) -> Any:
     assert rref.is_owner()
     assert rref.local_value() is rref.to_here()
@@ -250,19 +213,6 @@ def test_an_error_of_an_own_call_is_the_one_that_was_raised(caller: Mesh) -> Non
     for use in (rref.to_here, rref.local_value):
         with pytest.raises(Unusual, match="1 and 2"):
             use()
-
-
-def fail_with_a_value() -> None:
-    value = Value("inside")
-    raise ValueError(value.key)
-
-
-def test_an_error_keeps_no_arguments_alive(caller: Mesh) -> None:
-    # The traceback refers to the frames of the function, and those to their variables.
-    rref = zrpc.remote("worker1", fail_with_a_value)
-    with pytest.raises(ValueError, match="inside"):
-        rref.to_here()
-    assert is_freed("inside")
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])

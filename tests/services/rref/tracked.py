@@ -6,21 +6,18 @@ is seen by the test.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import zrpc
 from tests.support.identity import event
-from tests.support.waiting import until
+from tests.support.io_threads import await_io_threads
+from tests.support.waiting import SOON, until
 from zrpc.services.rref.service import RRefService
 from zrpc.testing import Mesh
-
-# No wait of these tests is longer, in seconds.
-SOON = 10.0
 
 
 def ended(key: str) -> threading.Event:
@@ -59,18 +56,6 @@ def entries(layer: RRefService) -> int:
         return sum(layer.references.sizes()) + len(layer.values)
 
 
-@contextlib.contextmanager
-def io_thread_held(mesh: Mesh, worker: int | str) -> Iterator[None]:
-    """Holds a worker's I/O thread; next, it looks at what was dropped, and then at messages."""
-    held, go = threading.Event(), threading.Event()
-    mesh.agent(worker).receiver.in_io_thread(lambda: (held.set(), go.wait(SOON)))
-    assert held.wait(SOON)
-    try:
-        yield
-    finally:
-        go.set()
-
-
 def rest(mesh: Mesh, rounds: int = 3) -> None:
     """Lets all that has been dropped be told, as far as it goes.
 
@@ -79,10 +64,7 @@ def rest(mesh: Mesh, rounds: int = 3) -> None:
     """
     gc.collect()
     for _ in range(rounds):
-        for name in mesh:
-            told = threading.Event()
-            mesh.agent(name).receiver.in_io_thread(told.set)
-            assert told.wait(SOON)
+        await_io_threads(mesh)
         for name in mesh:
             mesh.run(name, _call_all, list(mesh))
 
