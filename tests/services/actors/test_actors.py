@@ -153,18 +153,6 @@ def test_what_can_t_be_an_actor_or_concurrent_is_refused() -> None:
         zrpc.concurrent(0)
 
 
-def test_an_undecorated_class_runs_its_calls_all_at_once(gate: Gate) -> None:
-    class Plain:
-        def wait(self, gate: Gate) -> None:
-            gate.wait_inside()
-
-    plain = zrpc.remote(1, Plain)
-    futures = [plain.rpc_async().wait(gate) for _ in range(3)]
-    gate.await_entry(3)
-    gate.open()
-    zrpc.wait_all(futures)
-
-
 # -- one at a time, or more --------------------------------------------------------------------
 
 
@@ -173,17 +161,6 @@ def test_calls_run_one_at_a_time_in_threads_and_across_awaits() -> None:
     futures = [getattr(log.rpc_async(), ("note", "sleep")[n % 2])(n) for n in range(100)]
     assert zrpc.wait_all(futures) == list(range(100))
     assert log.rpc_sync().seen() == (list(range(100)), 1)
-
-
-def test_an_instance_is_an_actor_by_all_its_rrefs(gate: Gate) -> None:
-    instance = Log()
-    first, second = zrpc.RRef(instance), zrpc.RRef(instance)
-    futures = [first.rpc_async().wait(gate), second.rpc_async().note(1), first.rpc_async().note(2)]
-    gate.await_entry()
-    assert waits(futures[1])
-    assert waits(futures[2])
-    gate.open()
-    assert zrpc.wait_all(futures) == ["wait", 1, 2]
 
 
 class Unmarked:
@@ -219,7 +196,9 @@ def test_rrefs_that_an_actor_makes_to_itself_are_the_same_actor(cls: Any, concur
     rrefs = [actor, actor.remote().me(), *actor.rpc_sync().handles()]
     zrpc.wait_all([rref.rpc_async().work() for rref in rrefs * 3])
     assert actor.rpc_sync().work() == concurrency
-    actor.stop()
+    rrefs[1].stop()
+    with pytest.raises(zrpc.RpcTimeoutError):
+        zrpc.get_actor("self", timeout=0.01)
     for rref in rrefs:
         refused(f"the actor {cls.__name__} 'self' on worker1 was stopped", rref.rpc_sync().work)
 

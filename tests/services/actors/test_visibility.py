@@ -11,6 +11,7 @@ import pytest
 
 import zrpc
 from tests.support.gates import Gate
+from tests.support.observed import ask_often
 from tests.support.waiting import until
 from zrpc.agent.stats import take_stats
 from zrpc.services.inspection.collect import take_snapshot
@@ -46,7 +47,9 @@ def busy(caller: Mesh) -> Iterator[Any]:
         zrpc.wait_all(futures)
 
 
-def test_stacks_show_what_runs_how_many_wait_and_behind_what(caller: Mesh, busy: Any) -> None:
+def test_stacks_and_numbers_show_what_runs_how_many_wait_and_behind_what(
+    caller: Mesh, busy: Any
+) -> None:
     snapshots = [take_snapshot(caller.agent(rank), 1000) for rank in range(2)]
     view = MeshView({s.member: Snapshot.parse(s.dump()) for s in snapshots})
     text = "\n".join(Report(view).worker(view.snapshots[snapshots[1].member]))
@@ -56,9 +59,6 @@ def test_stacks_show_what_runs_how_many_wait_and_behind_what(caller: Mesh, busy:
         "`Replay.sample`"
     ) in text
     assert "→ Replay.add at" in "\n".join(Report(view).worker(view.snapshots[snapshots[0].member]))
-
-
-def test_numbers_have_the_actors_by_class(caller: Mesh, busy: Any) -> None:
     actors = take_stats(caller.agent(1)).actors["Replay"]
     assert (actors.number, actors.running, actors.waiting) == (1, 1, 3)
     assert actors.calls == ["Replay.sample"]
@@ -85,15 +85,16 @@ def test_top_shows_a_table_of_actors_that_reads_well_at_80_columns(caller: Mesh,
 
 
 def test_a_time_out_says_behind_what_the_call_waits(caller: Mesh, busy: Any) -> None:
+    ask_often(caller)
     with pytest.raises(zrpc.RpcTimeoutError) as caught:
-        busy.rpc_sync(timeout=3).add(1)
+        busy.rpc_sync(timeout=1).add(1)
     text = str(caught.value)
     assert "Replay.add on worker1 (rank 1)" in text
     assert "for its turn on the actor Replay, at place" in text
     assert "behind a call of worker0 that runs `Replay.sample`" in text
 
 
-@pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "warn_after": 1})
+@pytest.mark.zrpc(workers=2, options={"rpc_timeout": 20, "warn_after": 0.2})
 def test_the_warning_about_long_waits_names_the_waiting_method(
     caller: Mesh, busy: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

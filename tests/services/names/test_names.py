@@ -121,31 +121,6 @@ def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
     assert names_held(mesh) == [0, 0, 1]
 
 
-class Stopping(Made):
-    def me(self) -> Any:
-        return self
-
-    def stop_myself(self) -> None:
-        rpc.RRef(self).stop()
-
-
-def test_a_stop_by_any_rref_to_the_actor_gives_up_its_name(mesh: Mesh) -> None:
-    kind = rpc.actor(Stopping, concurrency=1)
-
-    def stop_result() -> None:
-        rpc.get_actor("replay", SOON).remote().me().stop(SOON)
-
-    def stop_from_inside() -> None:
-        actor = rpc.get_actor("replay", SOON)
-        actor.rpc_sync().stop_myself()
-        actor.stop(SOON)  # waits for the end
-
-    for stop in (stop_result, stop_from_inside):
-        mesh.run(0, lambda: rpc.remote("worker1", kind, name="replay"))
-        mesh.run(2, stop)
-        assert names_held(mesh) == [0, 0, 0]
-
-
 def test_arguments_that_cannot_be_pickled_or_unpickled_take_no_name(mesh: Mesh) -> None:
     with pytest.raises(rpc.SerializationError):
         mesh.run(0, make, "worker1", threading.Lock())
