@@ -108,12 +108,6 @@ class Parallel(Log):
     """Inherits the mark; in tests it is made with another one."""
 
 
-@pytest.fixture
-def gate() -> Any:
-    with Gate() as gate:
-        yield gate
-
-
 def busy(gate: Gate) -> tuple[Any, Any]:
     """Returns an actor and its call that runs until the gate is opened."""
     log = zrpc.remote(1, Log)

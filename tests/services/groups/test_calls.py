@@ -56,8 +56,6 @@ def test_a_group_is_a_sequence(caller: Mesh) -> None:
     assert (len(group), group[-1], group.index("worker0")) == (3, "worker1", 1)
     assert "worker3" not in group
     assert zrpc.get_worker_info("worker2") in group
-    assert [*reversed(group)] == ["worker1", "worker0", "worker2"]
-    assert group.count("worker1") == 1
     info = zrpc.get_worker_info("worker0")
     assert (group.index(info), group.count(info)) == (1, 1)
     with pytest.raises(ValueError, match="not in"):

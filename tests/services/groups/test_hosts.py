@@ -90,12 +90,6 @@ def hosts(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host
         yield Hosts(mesh, near[0], near, far)
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    with Gate() as gate:
-        yield gate
-
-
 def total(tensor: torch.Tensor, *_: Any) -> float:
     return tensor.sum().item()
 
@@ -136,14 +130,6 @@ def test_a_tensor_goes_once_to_each_host(hosts: Hosts) -> None:
     assert sum(shared) < ALMOST * MIB
     hosts.until_nothing_is_left()
     assert [len(service_of(hosts.mesh, each).pool) for each in hosts.far].count(0) == 3
-
-
-def test_many_calls_at_once(hosts: Hosts) -> None:
-    group, tensors = hosts.group(*range(7)), [large(number) for number in range(12)]
-    futures = [zrpc.rpc_async(group, total, (tensor,)) for tensor in tensors]
-    assert [each.wait() for each in futures] == [[total(tensor)] * 7 for tensor in tensors]
-    assert hosts.sent_to_far() < ALMOST * 12 * MIB
-    hosts.until_nothing_is_left()
 
 
 def test_values_for_some_and_what_shared_items_have_in_common_go_there_once(hosts: Hosts) -> None:

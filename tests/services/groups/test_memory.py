@@ -10,7 +10,6 @@ import torch
 
 import zrpc
 from tests.services.shm.sharing import MIB, large, service_of, until_returned
-from tests.support.waiting import until
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
@@ -56,14 +55,6 @@ def test_a_tensor_lies_once_in_shared_memory(caller: Mesh) -> None:
     until_returned(service_of(caller, 0))
 
 
-def test_a_value_for_two_of_three_lies_once_in_shared_memory(caller: Mesh) -> None:
-    before, one, other = shared_bytes(), large(1), large(2)
-    found = zrpc.rpc_sync(zrpc.group("worker[123]"), total, (zrpc.each([one, other, one]),))
-    assert found == [one.sum().item(), other.sum().item(), one.sum().item()]
-    assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
-    until_returned(service_of(caller, 0))
-
-
 def test_large_arrays_and_pickles_too(caller: Mesh) -> None:
     numpy = pytest.importorskip("numpy")
     before, text = shared_bytes(), "x" * MIB
@@ -86,21 +77,6 @@ def test_a_full_pool(caller: Mesh) -> None:
             assert torch.equal(values, large(number))
     kept.rpc_sync().clear()
     until_returned(service_of(caller, 0))
-
-
-def test_a_call_that_is_not_sent_leaves_nothing(caller: Mesh) -> None:
-    class Unpicklable:
-        def __reduce__(self) -> Any:
-            raise LookupError("not me")
-
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(
-            zrpc.group("worker[123]"), total, (large(1), zrpc.each([1, Unpicklable(), 2]))
-        )
-    assert [*caught.value.errors] == [1]
-    until_returned(service_of(caller, 0))
-    tensor = large(2)
-    assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -126,34 +102,3 @@ def test_a_program_may_raise_the_error_of_a_member(caller: Mesh, waits: bool) ->
         call()
     for worker in (1, 3):
         until_returned(service_of(caller, worker))
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=4, processes=True)
-def test_a_member_that_dies_returns_its_loan(mesh: Mesh) -> None:
-    def hold() -> int:
-        values = zrpc.remote(zrpc.group("worker[123]"), list, ([],))
-        values.rpc_sync().append(large(1))
-        import zrpc.testing.spec as anywhere
-
-        anywhere.__dict__["values"] = values
-        return len(zrpc.rpc_sync(zrpc.group("worker[123]"), total, (large(1),)))
-
-    def go_on() -> Any:
-        import zrpc.testing.spec as anywhere
-        from zrpc.agent.current import current_agent
-        from zrpc.services.shm.service import SharedMemoryService
-
-        values = anywhere.__dict__.pop("values")
-        try:
-            values.rpc_sync().clear()
-        except zrpc.GroupError as error:
-            lost = {place: type(each).__name__ for place, each in error.errors.items()}
-        pool = current_agent().service(SharedMemoryService).pool
-        until(lambda: not pool.lent, "all is returned")
-        found = zrpc.rpc_sync(zrpc.group("worker[13]"), total, (large(2),))
-        return lost, [each == large(2).sum().item() for each in found]
-
-    assert mesh.run(0, hold) == 3
-    mesh.kill(2)
-    assert mesh.run(0, go_on) == ({1: "OwnerDied"}, [True, True])

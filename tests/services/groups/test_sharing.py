@@ -11,7 +11,6 @@ import torch
 
 import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
-from tests.services.shm.sharing import MIB, large, service_of, until_returned
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
@@ -96,16 +95,6 @@ def test_an_item_that_is_cancelled_is_not_begun(caller: Mesh, gate: Gate) -> Non
         future.wait()
     assert [*caught.value.errors] == [2]
     assert caught.value.results == {0: 0, 1: 1, 3: 3}
-
-
-def test_what_goes_to_all_is_packed_once_for_all_items(caller: Mesh) -> None:
-    before = zrpc.stats().traffic["shared_memory"].bytes_sent
-    found = zrpc.rpc_sync(
-        zrpc.group("worker[123]"), lambda t, i: (t[i].item(), i), (large(0), zrpc.share(range(20)))
-    )
-    assert found == [(float(i), i) for i in range(20)]
-    assert zrpc.stats().traffic["shared_memory"].bytes_sent - before < MIB + 10_000
-    until_returned(service_of(caller, 0))
 
 
 def test_items_are_shared_in_a_context(caller: Mesh) -> None:

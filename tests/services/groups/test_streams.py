@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import threading
 import time
@@ -19,8 +18,8 @@ from tests.services.streams.test_ends import WAYS
 from tests.services.streams.test_items import count, mesh_is_empty
 from tests.support.gates import Gate
 from tests.support.identity import here
-from tests.support.waiting import SOON, until
-from zrpc.testing import Mesh, local_mesh
+from tests.support.waiting import until
+from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=3, timeout=90, options={"rpc_timeout": 40})
 
@@ -229,12 +228,6 @@ def test_the_items_of_a_member_that_dies_go_to_the_others(caller: Mesh, gate: Ga
     share = zrpc.share([-1, -2, -3])
     assert zrpc.rpc_sync(group, abs, args=(share,)) == [1, 2, 3]
     assert read(zrpc.rpc_stream(group, abs, args=(share,))) == ([1, 2, 3], {})
-    caller.agent(2).close()
-    until(lambda: len(zrpc.get_worker_infos()) == 1)
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(group, abs, args=(share,))
-    errors: Any = caught.value.errors
-    assert [errors[item].executed for item in range(3)] == [False] * 3
 
 
 # -- ends ------------------------------------------------------------------------------------------
@@ -336,35 +329,3 @@ def test_a_deadline_holds_for_all_members(caller: Mesh) -> None:
     assert len(found) <= 6
     assert errors == dict.fromkeys(range(3), "RpcTimeoutError")
     assert mesh_is_empty(caller)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("poll", [False, True])
-def test_a_group_that_nobody_reads_ends_when_all_workers_shut_down(
-    caller: Mesh, poll: bool
-) -> None:
-    async def give_up(stream: Any) -> None:
-        with contextlib.suppress(TimeoutError):
-            while True:
-                await asyncio.wait_for(anext(stream), 0.05)
-
-    with local_mesh(3) as mesh:
-        made, gate, agent = [Tap(length=1) for _ in range(3)], Gate(), mesh.agent(0)
-
-        def run(tap: Tap) -> Iterator[Any]:
-            yield from tap.run()
-            gate.wait_inside()
-
-        with mesh.agent(0).as_current():
-            stream = zrpc.rpc_stream(zrpc.group("*"), here(run), args=(zrpc.each(made),))
-            if poll:
-                asyncio.run(give_up(stream))
-            else:
-                next(stream)
-            gate.await_entry(3)
-        shutdown = threading.Thread(target=mesh.shutdown)
-        shutdown.start()
-        until(lambda: not agent.caller.calls.in_flight())
-        gate.open()
-        shutdown.join(SOON)
-        assert set(read(stream)[1].values()) == {"NotInitializedError"}

@@ -53,14 +53,6 @@ def test_a_stream_holds_its_place_until_it_ends(caller: Mesh) -> None:
         assert later.wait() == 0
 
 
-def test_a_stream_that_is_closed_lets_the_next_call_begin(caller: Mesh) -> None:
-    model = zrpc.remote("worker1", Model)
-    stream = model.rpc_stream(prefetch=2).generate(10**9)
-    assert next(stream) == 0
-    stream.close()
-    assert model.rpc_sync(timeout=SOON).count_open() == 0
-
-
 class Slow:
     """An actor whose stream has a step that waits, and then an end that does."""
 

@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -403,56 +402,47 @@ def test_the_generator_is_closed_when_its_reader_dies(caller: Mesh) -> None:
         list(stream)
 
 
-@pytest.mark.zrpc(workers=3, processes=True)
-def test_processes_that_are_killed_end_their_streams(mesh: Mesh, tmp_path: Path) -> None:
-    mesh.run(0, open_stream, str(tmp_path / "never"))
-    mesh.run(2, open_stream, str(tmp_path / "closed"))
-    mesh.kill(2)
-    until((tmp_path / "closed").exists)
-    mesh.kill(1)
-    assert mesh.run(0, error_of_stream) == "WorkerDied"
-    assert mesh.run(0, sum_of, "worker0") == 45
+async def poll(stream: Any) -> None:
+    with contextlib.suppress(TimeoutError):
+        while True:
+            await asyncio.wait_for(anext(stream), 0.05)
 
 
-def noting_numbers(path: str) -> Iterator[int]:
-    import pathlib
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "read", [next, lambda stream: asyncio.run(poll(stream))], ids=["next", "poll"]
+)
+@pytest.mark.parametrize("workers", ["worker1", "worker*"])
+def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(
+    gate: Gate, workers: str, read: Any
+) -> None:
+    """Also if its reader has polled: a wait that was cancelled leaves nothing behind."""
 
-    try:
-        yield from range(10**9)
-    finally:
-        pathlib.Path(path).touch()
+    closed = threading.Semaphore(0)
 
+    def run() -> Iterator[int]:
+        try:
+            yield 0
+            gate.wait_inside()
+            yield from range(10**9)
+        finally:
+            closed.release()
 
-def open_stream(path: str) -> int:
-    stream = zrpc.rpc_stream("worker1", noting_numbers, args=(path,))
-    sys.modules["zrpc"].__dict__["kept_stream"] = stream
-    first: int = next(stream)
-    return first
-
-
-def error_of_stream() -> str:
-    try:
-        for _ in range(10**6):
-            next(sys.modules["zrpc"].__dict__["kept_stream"])
-    except Exception as error:
-        return type(error).__name__
-    return "none"
-
-
-def sum_of(to: str) -> int:
-    return sum(zrpc.rpc_stream(to, count, args=(10,)))
-
-
-def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(caller: Mesh) -> None:
-    with local_mesh(2) as mesh:
-        tap = Tap()
-        with mesh.agent(0).as_current():
-            stream = zrpc.rpc_stream("worker1", tap.run)
-            assert next(stream) == 0
-        mesh.shutdown()
-        tap.await_close()
-        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
-            next(stream)
+    with local_mesh(3) as mesh:
+        agent = mesh.agent(0)
+        with agent.as_current():
+            group = zrpc.group(workers)
+            stream = zrpc.rpc_stream(group if "*" in workers else workers, here(run))
+            read(stream)
+            gate.await_entry(len(group))
+        shutdown = threading.Thread(target=mesh.shutdown)
+        shutdown.start()
+        until(lambda: not agent.caller.calls.in_flight())
+        gate.open()
+        shutdown.join(SOON)
+        assert all(closed.acquire(timeout=SOON) for _ in group)
+        with pytest.raises((zrpc.NotInitializedError, zrpc.GroupError), match="nobody reads it"):
+            list(stream)
 
 
 def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh) -> None:
@@ -473,35 +463,6 @@ def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh)
         gate.await_entry()
         mesh.shutdown()
         assert future.wait() == list(range(20))
-
-
-@pytest.mark.system
-def test_a_wait_that_was_cancelled_does_not_keep_a_stream_open(caller: Mesh) -> None:
-    """A task that polls leaves nothing behind, and its stream ends when all workers shut down."""
-
-    async def poll(stream: Any) -> None:
-        for _ in range(3):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(anext(stream), 0.01)
-
-    with local_mesh(2) as mesh:
-        agent, gate = mesh.agent(0), Gate()
-
-        def run() -> Iterator[int]:
-            gate.wait_inside()
-            yield 0
-
-        with agent.as_current():
-            stream = zrpc.rpc_stream("worker1", here(run))
-            asyncio.run(poll(stream))
-            gate.await_entry()
-        shutdown = threading.Thread(target=mesh.shutdown)
-        shutdown.start()
-        until(lambda: not agent.caller.calls.in_flight())
-        gate.open()
-        shutdown.join(SOON)
-        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
-            next(stream)
 
 
 def no_generator() -> Iterator[int]:
