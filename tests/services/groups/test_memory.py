@@ -1,4 +1,4 @@
-"""What goes to all members: packed once, and once in shared memory."""
+"""What goes to all members: packed once for equal device maps, and once in shared memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 import zrpc
 from tests.services.shm.sharing import MIB, large, service_of, until_returned
-from zrpc.testing import Mesh
+from tests.support.agents import joined
+from zrpc.agent.agent import Agent
+from zrpc.testing import FakeDevice, Mesh, Operation, fake_device
 
 pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
 LARGE_BYTES = MIB  # of `large`
@@ -102,3 +104,52 @@ def test_a_program_may_raise_the_error_of_a_member(caller: Mesh, waits: bool) ->
         call()
     for worker in (1, 3):
         until_returned(service_of(caller, worker))
+
+
+SAME, SWAPPED = {"fake:0": "fake:0"}, {"fake:0": "fake:1", "cpu": "fake:0"}
+
+
+@pytest.fixture
+def device() -> FakeDevice:
+    return fake_device()
+
+
+def devices_of(*values: torch.Tensor) -> list[str]:
+    return [str(value.device) for value in values]
+
+
+def copies(operations: list[Operation]) -> list[str]:
+    return [each.name for each in operations if each.name in ("to_cpu", "from_cpu")]
+
+
+def call(agents: list[Agent], *members: str, args: Any) -> list[Any]:
+    with agents[0].as_current():
+        return zrpc.rpc_sync(zrpc.group(members), devices_of, args)
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_a_packing_is_shared_by_members_with_the_same_map_only(
+    device: FakeDevice, size: int
+) -> None:
+    maps = {"worker1": SAME, "worker2": SAME, "worker3": SWAPPED}
+    tensors = torch.ones(size).to("fake:0"), torch.ones(size)
+    with joined({"device_maps": maps}, {}, {}, {}) as agents:
+        with device.record() as operations:
+            found = call(agents, "worker1", "worker2", args=tensors)
+        assert found == [["fake:0", "cpu"]] * 2
+        assert sorted(copies(operations)) == ["from_cpu", "from_cpu", "to_cpu"]
+        with device.record() as operations:
+            found = call(agents, "worker1", "worker2", "worker3", "worker0", args=tensors)
+        assert found == [
+            *[["fake:0", "cpu"]] * 2,
+            ["fake:1", "fake:0"],
+            ["fake:0", "cpu"],
+        ]
+        assert copies(operations).count("to_cpu") == 3
+
+
+def test_each_member_gets_its_own_values_by_its_own_map(device: FakeDevice) -> None:
+    with joined({"device_maps": {"worker1": SAME, "worker2": SWAPPED}}, {}, {}) as agents:
+        x = torch.arange(4.0).to("fake:0")
+        for args in ((zrpc.split(x),), (zrpc.each([x, x]),)):
+            assert call(agents, "worker1", "worker2", args=args) == [["fake:0"], ["fake:1"]]

@@ -1,7 +1,9 @@
-"""How long a segment is lent, and with which message it is returned."""
+"""How long a segment is lent or held, how it is returned, and how many there are."""
 
 from __future__ import annotations
 
+import errno
+import gc
 from typing import Any
 
 import pytest
@@ -17,6 +19,9 @@ from tests.services.shm.sharing import (
     kept,
     large,
     make,
+    negated,
+    segments_mapped,
+    segments_open,
     sends_by_segments,
     service_of,
     until_returned,
@@ -24,6 +29,7 @@ from tests.services.shm.sharing import (
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import until
+from zrpc.services.shm.segments import Segment
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -147,3 +153,158 @@ def test_receivers_of_one_tensor_do_not_see_each_other(joined: Mesh, lends: list
     assert kept()[1].sum() == LARGE
     drop(1, 2, 3)
     until_returned(service_of(joined, 0))
+
+
+# -- the size of the pool ----------------------------------------------------------------
+
+
+@pytest.mark.system
+def test_idle_segments_are_closed_and_forgotten(joined: Mesh) -> None:
+    layer = service_of(joined, 0)
+    zrpc.rpc_sync(1, keep, ("held", large(1)))
+    for i in range(3):
+        zrpc.rpc_sync(1, torch.numel, (large(i),))
+    until_returned(layer, 1)
+    layers = [service_of(joined, rank) for rank in range(len(joined))]
+    for each in layers:  # the other has a pool, too
+        each.idle_seconds = -1.0
+    until(lambda: len(layer.pool) == layer.pool.lent == 1, collect=True)
+    until(lambda: len(segments_open()) == 1, collect=True)
+    for each in layers:
+        each.idle_seconds = 10.0
+    assert torch.equal(kept()["held"], large(1))
+    drop("held")
+    until_returned(layer)
+    for i in range(3):
+        assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+
+
+# -- where there is no shared memory -----------------------------------------------------
+
+
+def test_without_capacity_everything_goes_by_frames(make_mesh: MakeMesh, lends: list[Lend]) -> None:
+    mesh = make_mesh(options={"shared_memory": 0})
+    with mesh.agent(0).as_current():
+        for i in range(4):
+            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
+    assert lends == []
+    assert segments_open() == segments_mapped() == []
+
+
+def test_if_the_descriptor_of_a_segment_cant_be_sent_the_message_goes_by_frames(
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer, network = service_of(joined, 0), joined.agent(0).network
+
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ETOOMANYREFS, "it can't be sent")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(network.descriptors, "send", refuse)
+        for i in range(3):
+            assert zrpc.rpc_sync(1, torch.numel, (large(i),)) == LARGE
+        assert (layer.sent_bytes, layer.pool.lent, len(layer.pool)) == (0, 0, 1)
+    assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))
+    assert layer.sent_bytes == 4 * LARGE
+
+
+def test_if_the_system_has_no_memory_for_a_segment_the_message_goes_by_frames(
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = service_of(joined, 0)
+    refused = []
+
+    def refuse(self: Segment, offset: int, buffer: Any) -> None:
+        refused.append(self)
+        raise OSError(errno.ENOSPC, "no memory left")
+
+    write = Segment.write
+    monkeypatch.setattr(Segment, "write", refuse)
+    sent = layer.sent_bytes
+    assert zrpc.rpc_sync(1, torch.numel, (large(3),)) == LARGE
+    assert len(refused) == 1
+    assert refused[0] not in layer.pool.segments.values()  # a part of it may have been written
+    assert layer.sent_bytes == sent
+    monkeypatch.setattr(Segment, "write", write)
+    assert torch.equal(zrpc.rpc_sync(1, negated, (large(4),)), -large(4))
+    assert layer.sent_bytes == sent + 4 * LARGE
+    until_returned(layer)
+
+
+# -- what a worker holds: lent to many without a copy, used again when all are done ------
+
+
+def held(mesh: Mesh, value: int, size: int = MIB) -> torch.Tensor:
+    """A tensor that worker0 holds in a segment."""
+    tensor = torch.frombuffer(service_of(mesh, 0).hold(size), dtype=torch.uint8)
+    return tensor.fill_(value)
+
+
+@pytest.mark.zrpc(workers=3)
+def test_what_is_held_goes_to_many_peers_by_one_segment(joined: Mesh) -> None:
+    tensor = held(joined, 7)
+    for rank in (1, 2):
+        zrpc.rpc_sync(rank, keep, (f"got{rank}", tensor))
+    assert len(segments_mapped()) == len(segments_open()) == 1
+    tensor[0] = 8  # the same memory
+    assert [int(kept()[f"got{rank}"][0]) for rank in (1, 2)] == [8, 8]
+
+
+def test_a_segment_is_used_again_when_nobody_has_it(joined: Mesh) -> None:
+    layer = service_of(joined, 0)
+    tensor = held(joined, 1)
+    zrpc.rpc_sync(1, keep, ("got", tensor))
+    address = tensor.data_ptr()
+    del tensor
+    gc.collect()
+    other = held(joined, 2)  # the peer still has the first
+    assert other.data_ptr() != address
+    assert int(kept()["got"][0]) == 1
+    drop("got")
+    until_returned(layer)
+    assert held(joined, 3).data_ptr() == address
+
+
+def test_parts_of_what_is_held_arrive_in_their_places(joined: Mesh) -> None:
+    tensor = held(joined, 0)
+    tensor.view(torch.int32).copy_(torch.arange(MIB // 4))
+    parts = [tensor[: MIB // 2], tensor[MIB // 2 :]]
+    sent = service_of(joined, 0).sent_bytes
+    back = zrpc.rpc_sync(1, torch.cat, (parts,))
+    assert torch.equal(back, tensor)
+    assert service_of(joined, 0).sent_bytes == sent + MIB
+    assert len(service_of(joined, 0).pool) == 1
+
+
+@pytest.mark.zrpc(workers=3)
+def test_what_is_held_outlives_the_loss_of_a_peer_that_has_it(joined: Mesh) -> None:
+    tensor = held(joined, 1)
+    layer = service_of(joined, 0)
+    for rank in (1, 2):
+        zrpc.rpc_sync(rank, keep, (f"got{rank}", tensor))
+    joined.agent(1).close()
+    until(lambda: layer.pool.lent == 1 and len(layer.agent.membership.lost) == 1)
+    zrpc.rpc_sync(2, keep, ("again", tensor))
+    drop("got2", "again")
+    del tensor
+    until(lambda: len(layer.pool) == 0, collect=True)  # the lost peer may go on reading
+    assert int(held(joined, 2)[0]) == 2
+    assert int(kept()["got1"][0]) == 1
+
+
+def test_if_there_is_no_room_to_hold_something_the_error_names_the_limit(joined: Mesh) -> None:
+    limit = joined.agent(0).options.shared_memory
+    with pytest.raises(MemoryError, match=f"found 0 bytes in use of {limit:,}"):
+        service_of(joined, 0).hold(limit + 1)
+    assert int(held(joined, 1)[0]) == 1
+
+
+def test_after_the_end_of_the_worker_nothing_can_be_held(joined: Mesh) -> None:
+    tensor = held(joined, 1)
+    layer = service_of(joined, 0)
+    joined.agent(0).close()
+    with pytest.raises(zrpc.NotInitializedError):
+        layer.hold(MIB)
+    assert int(tensor[-1]) == 1  # as long as somebody reads it
+    del tensor
+    until(lambda: segments_mapped() == [], collect=True)

@@ -448,7 +448,7 @@ def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(
 def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh) -> None:
     with local_mesh(3) as mesh:
         gate = Gate()
-        tap = Tap(length=20)
+        tap = Tap(length=12)
 
         def read() -> list[int]:
             found = []
@@ -462,7 +462,7 @@ def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh)
             future = zrpc.rpc_async("worker1", here(read))
         gate.await_entry()
         mesh.shutdown()
-        assert future.wait() == list(range(20))
+        assert future.wait() == list(range(12))
 
 
 def no_generator() -> Iterator[int]:

@@ -1,13 +1,17 @@
-"""Shared memory and forks of a worker."""
+"""Shared memory between processes: workers that are killed or fork, and containers."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
+import shutil
 import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,23 +22,129 @@ import zrpc
 from tests.services.shm.sharing import (
     keep,
     kept,
+    kept_are_equal,
     large,
     own_layer,
     processes,
     segments_mapped,
     segments_open,
+    send_on,
     sends_by_segments,
+    service_of,
     until_returned,
 )
 from tests.support.forks import exit_code, fork
+from tests.support.programs import SCRIPT_DEADLINE, Programs
+from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.options import ZmqRpcBackendOptions
+from zrpc.services.shm import borrowed
+from zrpc.services.shm.segments import Segment
 from zrpc.services.shm.service import SharedMemoryService
 from zrpc.testing import Mesh
 from zrpc.testing.procfs import descriptors, socket_names
 from zrpc.transport.address import DESCRIPTORS
 
 pytestmark = sends_by_segments
+
+
+def send_and_lend(rank: Any, count: Any) -> Any:
+    for i in range(count):
+        zrpc.rpc_sync(rank, keep, (i, large(i)))
+    return own_layer().pool.lent
+
+
+def until_lost(rank: Any) -> None:
+    layer = own_layer()
+    until(lambda: rank in layer.agent.membership.lost and layer.pool.lent == 0, collect=True)
+
+
+def numbers_of_free_segments() -> Any:
+    return sorted(own_layer().pool.segments)
+
+
+def drop_all() -> Any:
+    """Drops what is kept; returns what is mapped then."""
+    kept().clear()
+    until(lambda: not own_layer().loans.open, collect=True)
+    return segments_mapped()
+
+
+@processes
+@pytest.mark.zrpc(workers=3)
+def test_the_receiver_is_killed_while_it_holds_tensors(mesh: Mesh) -> None:
+    assert mesh.run(0, send_and_lend, 1, 4) == 4
+    lent = set(mesh.run(0, numbers_of_free_segments))
+    mesh.kill(1)
+    mesh.run(0, until_lost, 1)
+    used = mesh.run(0, send_on, 2, 5)
+    assert used
+    # What it had is closed; of the segments before, only such as were free may be used again.
+    assert len(used & lent) <= len(lent) - 4
+    mesh.run(2, send_on, 0, 3)
+    assert mesh.run(0, lambda: len(segments_open())) <= 6
+
+
+@processes
+@pytest.mark.zrpc(workers=3)
+def test_the_sender_is_killed_while_receivers_hold_tensors(mesh: Mesh) -> None:
+    mesh.run(0, send_and_lend, 1, 4)
+    mesh.run(0, send_and_lend, 2, 4)
+    its = set(mesh.run(0, segments_open))
+    mesh.kill(0)
+    for rank in (1, 2):
+        mesh.run(rank, until_lost, 0)
+    mesh.run(1, send_on, 2, 5)
+    mesh.run(2, send_on, 1, 5)
+    for rank in (1, 2):
+        assert mesh.run(rank, kept_are_equal, 4)
+        assert its & set(mesh.run(rank, segments_mapped))
+        assert not its & set(mesh.run(rank, drop_all))
+
+
+def ask_one_that_dies_before_its_answer_is_read(rank: Any, pid: Any) -> Any:
+    map_it = borrowed._map
+    tried = []
+
+    def late(fd: Any) -> Any:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not os.path.exists(f"/proc/{pid}/fd/0"))
+        tried.append(fd)
+        return map_it(fd)
+
+    borrowed._map = late
+    try:
+        answer = zrpc.rpc_sync(rank, large, (1,))
+        return len(tried), answer.equal(large(1))
+    finally:
+        borrowed._map = map_it
+
+
+@processes
+def test_an_answer_that_is_read_after_its_sender_was_killed_is_not_lost(mesh: Mesh) -> None:
+    asked = mesh.submit(0, ask_one_that_dies_before_its_answer_is_read, 1, mesh.pid(1))
+    assert asked.result() == (1, True)
+    mesh.kill(1)
+
+
+def test_nothing_is_queued_for_a_worker_that_left_while_it_was_written(
+    joined: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would ever drop it."""
+    ours, network = service_of(joined, 0), joined.agent(0).network
+    write = Segment.write
+
+    def late(*arguments: Any) -> None:
+        if network.knows(1):
+            joined.agent(1).shutdown(graceful=False)
+            until(lambda: not network.knows(1), collect=True)
+        write(*arguments)
+
+    monkeypatch.setattr(Segment, "write", late)
+    with pytest.raises(zrpc.WorkerDied):
+        zrpc.rpc_sync(1, echo, (large(1),))
+    until(lambda: not network.knows(1), within=3, collect=True)
+    until(lambda: ours.pool.lent == 0)
 
 
 def content(tensor: Any) -> Any:
@@ -176,3 +286,56 @@ def test_agents_may_start_and_end_while_a_fork_begins() -> None:
         sys.setswitchinterval(interval)
         thread.join(20)
     assert len(stays) == 200
+
+
+CONTAINER = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+WORKER = """
+    import json, os
+    import torch, zrpc
+
+    rank = int(os.environ["RANK"])
+    zrpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    sent = torch.ones(1 << 18)
+    for _ in range(3 * (1 - rank)):
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (sent,)), -sent)
+    traffic = zrpc.stats().traffic["shared_memory"]
+    zrpc.shutdown()
+    found = [link for fd in os.listdir("/proc/self/fd") if os.path.islink(f"/proc/self/fd/{fd}")
+             and "memfd:zrpc" in (link := os.readlink(f"/proc/self/fd/{fd}"))]
+    print(json.dumps([os.getpid(), traffic.bytes_sent, traffic.bytes_received, found]))
+"""
+
+
+@pytest.mark.system
+@pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
+def test_containers_that_share_a_directory_use_shared_memory(
+    tmp_path: Path, free_port: int
+) -> None:
+    made = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"needs a namespace of processes: {made.stderr}")
+    programs = Programs(tmp_path, free_port)
+    script = programs.write(WORKER)
+    workers = [
+        subprocess.Popen(
+            [*CONTAINER, sys.executable, script],
+            env=programs.env(rank, 2),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [worker.communicate(timeout=SCRIPT_DEADLINE)[0] for worker in workers]
+        assert programs.left() == []
+    finally:
+        for worker in workers:
+            worker.kill()
+        programs.close()
+    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+    nbytes = 3 * 4 << 18
+    # In its own eyes each is the first process. The results come the same way.
+    assert results[0] == [1, nbytes, nbytes, []], outputs
+    assert results[1][0] == 1, outputs
