@@ -106,16 +106,9 @@ def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
     mesh.run(0, make_and_forget)
     gc.collect()
     assert mesh.run(2, get) is None
-    [actor] = Made.living
-    gone = weakref.ref(actor)
-    del actor
+    assert len(Made.living) == 1
     mesh.run(2, lambda: rpc.get_actor("replay").stop(SOON))
-
-    def is_gone() -> bool:
-        gc.collect()
-        return gone() is None
-
-    until(is_gone)
+    until(lambda: not Made.living, collect=True)
     mesh.run(2, make, "worker2", "next")
     assert mesh.run(0, get) == "next"
     assert names_held(mesh) == [0, 0, 1]
@@ -211,9 +204,7 @@ def test_the_error_of_the_one_constructor_goes_to_all_makers(mesh: Mesh) -> None
     assert Made.count == 1
 
 
-def test_a_maker_that_was_told_of_an_actor_gets_its_error_also_if_that_has_failed(
-    mesh: Mesh,
-) -> None:
+def test_a_maker_that_was_told_of_a_failed_actor_gets_its_error(mesh: Mesh) -> None:
     failed = mesh.run(0, lambda: rpc.remote("worker1", Failing, name="replay"))
     with pytest.raises(KeyError, match="own error"):
         mesh.run(0, failed.to_here)
@@ -333,6 +324,20 @@ def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: M
         future.result(SOON)
 
 
+@pytest.mark.zrpc(workers=4)
+def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
+    mesh.run(2, make, "worker1", 1, "lost")
+    mesh.run(2, make, "worker3", 3, "kept")
+    search = mesh.submit(3, get, "later")
+    for gone in (0, 1):  # the first has granted the names
+        mesh.agent(gone).close()
+    assert mesh.run(2, get, "kept") == 3
+    mesh.run(2, lambda: make("worker3", 4, "lost", exist_ok=True))  # waits until it is free
+    assert mesh.run(2, get, "lost") == 4
+    mesh.run(2, make, "worker2", 5, "later")
+    assert search.result(SOON) == 5
+
+
 # -- workers that are killed -----------------------------------------------------------------
 
 
@@ -346,51 +351,13 @@ class Kept:
         return self.value
 
 
-def keep(to: str, value: int, name: str = "replay", **more: Any) -> Any:
-    return rpc.remote(to, Kept, (value,), name=name, **more)
-
-
-def make_there(*args: Any, **more: Any) -> None:
-    keep(*args, **more)
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
-def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
-    mesh.run(2, make_there, "worker1", 1, name="lost")
-    mesh.run(2, make_there, "worker3", 3, name="kept")
-    search = mesh.submit(3, get, "later")
-    mesh.kill(0)  # has granted the names
-    mesh.kill(1)
-    assert mesh.run(2, get, "kept") == 3
-    mesh.run(2, make_there, "worker3", 4, name="lost", exist_ok=True)  # waits until it is free
-    assert mesh.run(2, get, "lost") == 4
-    mesh.run(2, make_there, "worker2", 5, name="later")
-    assert search.result(SOON) == 5
-
-
-def share(number: int) -> Any:
-    return keep(f"worker{number}", number, exist_ok=True).rpc_sync().get()
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
-def test_makers_share_one_actor_while_workers_die(mesh: Mesh) -> None:
-    futures = [mesh.submit(worker, share, worker) for worker in (1, 2, 3)]
-    mesh.kill(0)
-    [owner] = {future.result(SOON) for future in futures}
-    mesh.kill(owner)
-    left = [worker for worker in (1, 2, 3) if worker != owner]
-    futures = [mesh.submit(worker, share, worker) for worker in left]
-    [again] = {future.result(SOON) for future in futures}
-    assert again != owner
-
-
 def make_many(gone: str) -> None:
     for number in range(300):
-        keep(("worker1", "worker2")[number % 2], number, f"{gone}/{number}")
+        rpc.remote(f"worker{1 + number % 2}", Kept, (number,), name=f"{gone}/{number}")
 
 
 def share_by_name(name: str) -> Any:
-    return keep("worker1", -1, name, exist_ok=True).rpc_sync().get()
+    return rpc.remote("worker1", Kept, (-1,), name=name, exist_ok=True).rpc_sync().get()
 
 
 @pytest.mark.zrpc(workers=4, processes=True)

@@ -295,6 +295,11 @@ class PoolMachine(RuleBasedStateMachine):
         shrink(self.pool, now)
         assert len(self.pool) == (len(self.used()) if now == ALWAYS else before)
 
+    @rule()
+    def no_others_are_mapped(self) -> None:
+        mapped = {inode_of(segment) for segment in self.pool.segments.values()}
+        assert mapped.issuperset(segments_mapped())  # what was held or used again
+
     @invariant()
     def the_books_are_right(self) -> None:
         segments = self.pool.segments
@@ -303,7 +308,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.lent == len({segment.number for segment, _ in self.lent})
         assert self.pool.size == sum(sizes.values()) <= CAPACITY
         assert segments_open() == sorted(sizes)
-        assert set(segments_mapped()) <= sizes.keys()  # what was held or used again
         for number in self.used():
             place, stamp = self.stamps[number]
             assert content(segments[number], place, 8) == stamp

@@ -111,6 +111,18 @@ def test_if_the_system_has_no_memory_a_push_raises_and_takes_none(mesh: Mesh) ->
     assert rollout.load() == 1
 
 
+def test_a_subscriber_that_is_lost_costs_one_version(mesh: Mesh) -> None:
+    learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
+    for version in range(1, 4):
+        learner.push()
+        assert [rollout.read() for rollout in rollouts] == [(version, version)] * 2
+    mesh.agent(2).close()
+    for version in range(4, 10):
+        learner.push()
+        assert rollouts[0].read() == (version, version)
+    assert len(pool_of(mesh)) <= 4
+
+
 def test_what_is_closed_returns_its_memory(mesh: Mesh) -> None:
     learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
     learner.push()
