@@ -495,9 +495,7 @@ def test_ready_and_stop_raise_what_the_constructor_has_raised() -> None:
 
 
 @pytest.mark.parametrize("to", [0, 1])
-def test_stop_fails_what_waits_and_closes_after_what_runs(
-    caller: Mesh, gate: Gate, to: int
-) -> None:
+def test_stop_fails_what_waits_and_closes_after_the_rest(caller: Mesh, gate: Gate, to: int) -> None:
     log = zrpc.remote(to, Closing, args=([],))
     running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
     gate.await_entry()
@@ -556,9 +554,7 @@ class Retiring(Closing):
 
 
 @pytest.mark.parametrize(("to", "concurrency"), [(0, 1), (1, 1), (1, 2)])
-def test_an_actor_that_stops_itself_ends_after_that_call(
-    gate: Gate, to: int, concurrency: int
-) -> None:
+def test_an_actor_that_stops_itself_ends_after_it(gate: Gate, to: int, concurrency: int) -> None:
     kind = zrpc.actor(Retiring, concurrency=concurrency)
     actor = zrpc.remote(to, kind, args=([],), name="retiring")
     calls = [actor.rpc_async().retire(gate)]

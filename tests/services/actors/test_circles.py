@@ -287,9 +287,7 @@ def test_circles_through_other_ways_are_found(caller: Mesh) -> None:
 
 @pytest.mark.parametrize("method", ["count_up", "count_up_in_loop"])
 @pytest.mark.parametrize("read", [0, 3])
-def test_a_call_by_the_reader_of_a_stream_fails_with_the_streams_name(
-    caller: Mesh, method: str, read: int
-) -> None:
+def test_a_call_by_the_reader_of_a_stream_fails(caller: Mesh, method: str, read: int) -> None:
     a, _ = two(caller)
     stream = getattr(a.rpc_stream(prefetch=2), method)()
     assert [next(stream) for _ in range(read)] == [*range(read)]
@@ -473,9 +471,7 @@ def test_a_batch_that_calls_its_own_actor_fails(caller: Mesh, method: str) -> No
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("method", ["touch_all", "touch_all_in_loop", ""])
-def test_a_circle_through_any_call_of_a_batch_is_found(
-    caller: Mesh, method: str, place: int
-) -> None:
+def test_a_circle_by_any_call_of_a_batch_is_found(caller: Mesh, method: str, place: int) -> None:
     b, a = two(caller)
     free, futures = zrpc.remote(0, Node), []
     for number in range(2):

@@ -47,9 +47,7 @@ def busy(caller: Mesh) -> Iterator[Any]:
         zrpc.wait_all(futures)
 
 
-def test_stacks_and_numbers_show_what_runs_how_many_wait_and_behind_what(
-    caller: Mesh, busy: Any
-) -> None:
+def test_stacks_and_numbers_show_what_runs_and_what_waits(caller: Mesh, busy: Any) -> None:
     snapshots = [take_snapshot(caller.agent(rank), 1000) for rank in range(2)]
     view = MeshView({s.member: Snapshot.parse(s.dump()) for s in snapshots})
     text = "\n".join(Report(view).worker(view.snapshots[snapshots[1].member]))

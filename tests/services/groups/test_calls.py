@@ -243,7 +243,7 @@ class Textless(Exception):
 
 
 @pytest.mark.parametrize("error", [Frozen(7), Textless()], ids=["frozen", "textless"])
-def test_members_may_raise_errors_that_take_no_attributes_or_have_no_text(
+def test_members_may_raise_errors_without_attributes_or_text(
     caller: Mesh, error: Exception
 ) -> None:
     def fail() -> None:

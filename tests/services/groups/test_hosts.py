@@ -264,9 +264,7 @@ def test_a_lost_member_does_not_hand_on(hosts: Hosts) -> None:
 
 @pytest.mark.zrpc(options={**OPTIONS, "num_worker_threads": 1})
 @pytest.mark.parametrize("how", ["lost", "busy"])
-def test_if_the_worker_that_hands_on_fails_the_others_get_it_directly(
-    hosts: Hosts, gate: Gate, how: str
-) -> None:
+def test_if_the_first_fails_the_others_get_it_directly(hosts: Hosts, gate: Gate, how: str) -> None:
     """Each runs the call once."""
     first, *others = hosts.far
     counts = zrpc.remote(hosts.group(*others), Sums, (torch.zeros(1),))
@@ -307,7 +305,7 @@ def test_an_argument_that_only_the_first_member_does_not_get(hosts: Hosts) -> No
 
 @pytest.mark.zrpc(options={**OPTIONS, "num_worker_threads": 1})
 @pytest.mark.parametrize("end", ["cancel", "time-out"])
-def test_a_call_that_ends_while_its_members_wait_leaves_nothing(
+def test_a_call_that_ends_as_members_wait_leaves_nothing(
     hosts: Hosts, gate: Gate, end: str
 ) -> None:
     first, *others = hosts.far

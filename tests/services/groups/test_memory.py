@@ -128,9 +128,7 @@ def call(agents: list[Agent], *members: str, args: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("size", [3, 100_000])
-def test_a_packing_is_shared_by_members_with_the_same_map_only(
-    device: FakeDevice, size: int
-) -> None:
+def test_members_with_the_same_map_share_a_packing(device: FakeDevice, size: int) -> None:
     maps = {"worker1": SAME, "worker2": SAME, "worker3": SWAPPED}
     tensors = torch.ones(size).to("fake:0"), torch.ones(size)
     with joined({"device_maps": maps}, {}, {}, {}) as agents:

@@ -145,9 +145,7 @@ def test_actors_that_are_stopped_take_no_items_if_there_are_others(caller: Mesh)
 @pytest.mark.system
 @pytest.mark.zrpc(workers=4, processes=True)
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_member_whose_function_fails_by_another_loss_gets_further_items(
-    mesh: Mesh, streams: bool
-) -> None:
+def test_a_member_that_fails_by_another_loss_gets_items(mesh: Mesh, streams: bool) -> None:
     def work(item: int) -> int:
         return zrpc.rpc_sync("worker3", abs, (item,)) if item < 3 else item
 

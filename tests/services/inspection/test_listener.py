@@ -69,9 +69,7 @@ def visit(path: Path) -> socket.socket:
     return connection
 
 
-def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
-    asked: Asked, tmp_path: Path
-) -> None:
+def test_a_question_in_pieces_and_a_large_answer(asked: Asked, tmp_path: Path) -> None:
     with visit(tmp_path) as connection:
         asked.listener.admit()
         connection.sendall(b"se")
@@ -169,9 +167,7 @@ def test_a_worker_is_asked_also_if_the_mesh_uses_tcp_and_its_snapshot_travels(me
             Snapshot.parse(wrong)
 
 
-def test_meshes_are_distinguished_wherever_their_sockets_are(
-    mesh: Mesh, make_mesh: MakeMesh
-) -> None:
+def test_meshes_are_told_apart_by_their_answers(mesh: Mesh, make_mesh: MakeMesh) -> None:
     other = make_mesh(3)
     expected = {str(directory(m, i)) for m in (mesh, other) for i in range(len(m))}
     paths = [path for path in directories() if str(path) in expected]
@@ -202,9 +198,7 @@ def test_a_socket_where_this_user_may_not_look_is_none_of_a_worker(
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"transport": "tcp"})
-def test_a_member_asks_those_on_other_hosts(
-    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_asks_other_hosts(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, _ = mesh_on_hosts(make_mesh, monkeypatch, workers=2)
     [here], rest = meshes(ask([directory(mesh)], SOON))
     assert rest == []

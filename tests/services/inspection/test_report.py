@@ -221,9 +221,7 @@ def awaits_later() -> object:
 
 
 @pytest.mark.parametrize("handler", [knock_and_await, awaits_later])
-def test_a_coroutine_is_not_in_the_thread_that_began_it(
-    mesh: Mesh, door: Gate, handler: object
-) -> None:
+def test_a_coroutine_is_in_no_thread(mesh: Mesh, door: Gate, handler: object) -> None:
     args = ("worker0",) if handler is knock_and_await else ()
     with mesh.agent(0).as_current():
         future = zrpc.rpc_async("worker1", handler, args=args)  # type: ignore[arg-type]
@@ -243,9 +241,7 @@ async def calls_and_sleeps() -> str:
 
 
 @pytest.mark.system
-def test_a_call_that_a_coroutine_does_not_await_yet_is_none_that_it_waits_for(
-    caller: Mesh, door: Gate
-) -> None:
+def test_a_coroutine_waits_only_for_what_it_awaits(caller: Mesh, door: Gate) -> None:
     future = zrpc.rpc_async("worker1", calls_and_sleeps)
     door.await_entry()
     until(lambda: all(each.task for each in running(caller, 1)))  # it sleeps
@@ -271,9 +267,7 @@ def knock_with(_: bytes) -> str:
 
 
 @pytest.mark.zrpc(options={"max_bytes_in_flight": 10_000, "shared_memory": 0})
-def test_a_handler_that_waits_for_room_waits_for_the_call_that_needs_it(
-    caller: Mesh, door: Gate
-) -> None:
+def test_a_handler_waits_for_the_call_that_needs_room(caller: Mesh, door: Gate) -> None:
     future = zrpc.rpc_async("worker1", calls_twice, args=(9_000,))
     door.await_entry()
     calls = caller.agent(1).caller.calls

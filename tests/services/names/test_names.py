@@ -362,7 +362,7 @@ def share_by_name(name: str) -> Any:
 
 @pytest.mark.zrpc(workers=4, processes=True)
 @pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
-def test_a_worker_that_dies_in_the_midst_of_claims_leaves_no_name_without_an_actor(
+def test_a_death_in_the_midst_of_claims_leaves_no_name_without_an_actor(
     mesh: Mesh, victim: int
 ) -> None:
     making = [mesh.submit(worker, make_many, f"by{worker}") for worker in (2, 3)]

@@ -22,27 +22,21 @@ SEEDS = st.integers(0, 2**16)
 @pytest.mark.system
 @thorough
 @given(size=SIZES, schedule=schedules(ALL), seed=SEEDS)
-def test_a_name_never_has_two_holders_and_every_claim_ends(
-    size: Any, schedule: Any, seed: Any
-) -> None:
+def test_a_name_has_one_holder_and_every_claim_ends(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 
 @pytest.mark.system
 @settings(max_examples=100)  # of long schedules
 @given(size=st.integers(3, 6), schedule=schedules(DEPOSED, 100), seed=SEEDS)
-def test_a_name_never_has_two_holders_while_one_arbiter_after_the_other_dies(
-    size: Any, schedule: Any, seed: Any
-) -> None:
+def test_a_name_has_one_holder_as_arbiters_die(size: Any, schedule: Any, seed: Any) -> None:
     run(size, schedule, seed)
 
 
 @pytest.mark.system
 @thorough
 @given(size=SIZES, schedule=schedules(WITHOUT_LOSSES[:-1]), seed=SEEDS)
-def test_one_claim_of_a_name_is_granted_and_the_others_are_told_by_whom(
-    size: Any, schedule: Any, seed: Any
-) -> None:
+def test_one_claim_is_granted_and_the_others_know(size: Any, schedule: Any, seed: Any) -> None:
     world = run(size, schedule, seed)
     names = [name for name, _ in world.grants]
     assert len(names) == len(set(names))

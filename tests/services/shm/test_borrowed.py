@@ -112,7 +112,7 @@ def test_a_segment_is_mapped_once(loans: Any, pool: Any) -> None:
 
 
 @pytest.mark.parametrize("private", [False, True])
-def test_a_segment_that_is_kept_takes_one_descriptor_and_a_private_mapping_none(
+def test_only_a_mapping_that_is_not_private_takes_a_descriptor(
     loans: Any, pool: Any, private: bool
 ) -> None:
     segment, places = lent(pool, b"a" * MIB)
@@ -143,7 +143,7 @@ def test_segments_of_two_owners_with_one_number_are_two(loans: Any) -> None:
     assert len(segments_mapped()) == 1
 
 
-def test_before_a_fork_all_is_kept_even_if_one_can_not_be_made_private(
+def test_before_a_fork_all_is_kept_though_one_fails(
     loans: Any, pool: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     views = [borrow(loans, pool, b"a" * 64)[1] for _ in range(3)]

@@ -165,9 +165,7 @@ def test_what_a_call_that_is_not_sent_was_lent_is_free_again(
 
 
 @no_memory
-def test_what_an_answer_that_is_not_sent_was_lent_is_free_again(
-    joined: Mesh, error: Exception
-) -> None:
+def test_what_an_answer_that_is_not_sent_had_is_free_again(joined: Mesh, error: Exception) -> None:
     """And so is what it should have returned."""
     ours, theirs = service_of(joined, 0), service_of(joined, 1)
     with failing_to_send(joined.agent(1), error), pytest.raises(MemoryError):

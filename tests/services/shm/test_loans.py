@@ -103,7 +103,7 @@ def test_a_receiver_that_keeps_everything_gets_frames_when_the_pool_is_full(
 
 
 @pytest.mark.system
-def test_a_late_answer_is_returned(
+def test_a_late_answer_returns(
     joined: Mesh, lends: list[Lend], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The callee must not find out first that nobody waits any more: it would not answer then.

@@ -309,9 +309,7 @@ WORKER = """
 
 @pytest.mark.system
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
-def test_containers_that_share_a_directory_use_shared_memory(
-    tmp_path: Path, free_port: int
-) -> None:
+def test_containers_with_one_directory_share_memory(tmp_path: Path, free_port: int) -> None:
     made = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True)
     if made.returncode:
         pytest.skip(f"needs a namespace of processes: {made.stderr}")

@@ -48,9 +48,7 @@ def equal(a: Any, b: Any) -> Any:
 # -- what arrives, and how ---------------------------------------------------------------
 
 
-def test_arguments_and_results_go_by_shared_memory_both_ways(
-    joined: Mesh, lends: list[Lend]
-) -> None:
+def test_arguments_and_results_go_by_shared_memory(joined: Mesh, lends: list[Lend]) -> None:
     for i in range(5):
         result = zrpc.rpc_sync(1, negated, (large(i),))
         assert torch.equal(result, -large(i))
@@ -70,9 +68,7 @@ async def means_from_a_coroutine(count: Any) -> Any:
     return [(await future).item() for future in futures]
 
 
-def test_calls_of_a_coroutine_that_wait_for_room_go_by_shared_memory(
-    make_mesh: MakeMesh, lends: list[Lend]
-) -> None:
+def test_calls_that_wait_for_room_share_memory(make_mesh: MakeMesh, lends: list[Lend]) -> None:
     mesh = make_mesh(options={"max_bytes_in_flight": 4 * LARGE})
     with mesh.agent(0).as_current():
         assert mesh.run(0, asyncio.run, means_from_a_coroutine(8)) == list(range(8))
@@ -130,9 +126,7 @@ def test_tensors_that_share_storage_share_it_on_arrival(joined: Mesh, lends: lis
     assert base[0] == -7
 
 
-def test_arrays_read_only_arrays_and_tensors_in_one_message(
-    joined: Mesh, lends: list[Lend]
-) -> None:
+def test_arrays_and_tensors_in_one_message(joined: Mesh, lends: list[Lend]) -> None:
     fixed = np.arange(50_000)
     fixed.flags.writeable = False
     sent = [large(1), fixed, np.arange(60_000), torch.ones(5), fixed[::2], large(2), b"x" * 40_000]

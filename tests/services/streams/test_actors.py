@@ -81,7 +81,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("method", ["generate", "generate_in_loop"])
-def test_a_stream_that_is_left_holds_its_place_until_its_generator_is_closed(
+def test_a_stream_that_is_left_holds_its_place_until_it_is_closed(
     caller: Mesh, method: str
 ) -> None:
     with Gate() as step, Gate() as end:

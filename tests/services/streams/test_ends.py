@@ -199,9 +199,7 @@ def test_an_item_that_can_not_be_sent_or_read_ends_the_stream(caller: Mesh) -> N
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whatever_fails_as_a_batch_is_sent_ends_the_stream_with_that_error(
-    caller: Mesh, asynchronous: bool
-) -> None:
+def test_an_error_as_a_batch_is_sent_ends_the_stream(caller: Mesh, asynchronous: bool) -> None:
     def fail(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is dump_batch.__code__:
             raise OverflowError("no room in the batch")  # which ends the profile of the thread
@@ -364,9 +362,7 @@ def test_the_death_of_the_producer_comes_after_its_items(caller: Mesh) -> None:
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=2, faults=True)
-def test_the_death_of_a_producer_whose_end_has_come_before_an_item_ends_its_stream(
-    caller: Mesh,
-) -> None:
+def test_the_death_of_a_producer_ends_a_stream_that_lacks_an_item(caller: Mesh) -> None:
     ask_often(caller, 1000)  # else a question would reveal the loss first
     with Gate() as item, Gate() as end:
 
@@ -413,7 +409,7 @@ async def poll(stream: Any) -> None:
     "read", [next, lambda stream: asyncio.run(poll(stream))], ids=["next", "poll"]
 )
 @pytest.mark.parametrize("workers", ["worker1", "worker*"])
-def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(
+def test_a_stream_that_nobody_reads_ends_as_all_shut_down(
     gate: Gate, workers: str, read: Any
 ) -> None:
     """Also if its reader has polled: a wait that was cancelled leaves nothing behind."""

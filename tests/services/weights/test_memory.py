@@ -77,9 +77,7 @@ def test_readers_never_see_half_of_a_version(mesh: Mesh) -> None:
     until(lambda: len(pool_of(mesh)) <= 4, collect=True, within=5)
 
 
-def test_if_there_is_no_memory_a_push_raises_and_the_version_before_stays(
-    make_mesh: MakeMesh,
-) -> None:
+def test_without_room_a_push_raises_and_the_version_before_stays(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=2, options={"shared_memory": 3 << 19})  # for two versions
     learner = Learner(mesh)
     first, second = Rollout(mesh, 1), Rollout(mesh, 1)

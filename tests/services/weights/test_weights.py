@@ -75,9 +75,7 @@ def test_a_version_that_is_known_is_not_copied_again(mesh: Mesh) -> None:
     assert rollout.read() == (2, 2)
 
 
-def test_subscribers_may_come_first_and_wait_for_a_version_and_late_ones_get_the_newest(
-    mesh: Mesh,
-) -> None:
+def test_subscribers_wait_for_a_version_and_late_ones_get_the_newest(mesh: Mesh) -> None:
     waiting = [Rollout(mesh, 1).begin_to_load(at_least=3)]
     assert pending(waiting[0], 0.05)
     learner = Learner(mesh)
@@ -332,9 +330,7 @@ def load_later() -> int:
 
 @pytest.mark.zrpc(workers=2, timeout=60)
 @pytest.mark.parametrize("published", [True, False])
-def test_loads_of_handlers_end_once_all_workers_have_called_shutdown(
-    mesh: Mesh, published: bool
-) -> None:
+def test_loads_of_handlers_end_once_all_shut_down(mesh: Mesh, published: bool) -> None:
     learner = Learner(mesh) if published else None
     with mesh.agent(0).as_current():
         future = zrpc.rpc_async(1, load_later, timeout=0)
