@@ -322,16 +322,6 @@ def test_a_property_is_read_in_the_turn_of_the_call_that_needs_it(gate: Gate) ->
     assert log.rpc_sync().seen() == (["wait", "property", "made"], 1)
 
 
-def test_a_copy_of_an_actor_is_taken_in_its_turn(gate: Gate) -> None:
-    numbers = zrpc.remote(1, zrpc.actor(list, concurrency=1), args=([1],))
-    numbers.rpc_async().append(2)
-    assert numbers.to_here() == [1, 2]
-    waiting = zrpc.remote(1, zrpc.actor(Parallel))
-    waiting.rpc_async().wait(gate)
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"Parallel\.to_here on worker1"):
-        waiting.to_here(timeout=0.1)
-
-
 # -- the ends of calls -------------------------------------------------------------------------
 
 
@@ -467,16 +457,6 @@ class Slow(Log):
     def __init__(self, gate: Gate) -> None:
         gate.wait_inside()
         super().__init__()
-
-
-def test_ready_waits_until_the_actor_is_made_and_not_for_its_calls(gate: Gate) -> None:
-    busy(gate)[0].ready()
-    with Gate() as making:
-        log = zrpc.remote(1, Slow, args=(making,))
-        with pytest.raises(zrpc.RpcTimeoutError):
-            log.ready(timeout=0.05)
-        making.open()
-        log.ready()
 
 
 def broken() -> None:

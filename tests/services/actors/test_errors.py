@@ -51,6 +51,7 @@ def test_time_outs_and_cancelled_calls(counter: Any) -> None:
     with Gate() as gate:
         running = counter.rpc_async().wait(gate)
         gate.await_entry()
+        counter.ready()  # it doesn't wait for calls
         uses = [
             ("add", lambda: counter.rpc_sync(timeout=0.1).add(1)),
             ("add", lambda: counter.rpc_async(timeout=0.1).add(1).wait()),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import threading
@@ -19,7 +18,6 @@ from tests.support import waiting_circle
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import SOON, until
-from zrpc.services.inspection import stacks
 from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.discovery import MeshView, ask, meshes
 from zrpc.services.inspection.report import Report
@@ -199,18 +197,8 @@ def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
 
 # -- threads and coroutines --------------------------------------------------------------------
 
-ROOM = sorted(Path(stacks.__file__).parent.glob("*.py"))
+
 # By these, code sees the local variables of other functions and their names.
-LOCALS = {"f_locals", "co_varnames", "co_names", "co_cellvars", "co_freevars", "cr_locals"}
-
-
-def test_no_local_variable_is_found_by_its_name_but_the_parameter_of_wait_all() -> None:
-    """So that one that is renamed in another room breaks nothing here."""
-    nodes = [node for path in ROOM for node in ast.walk(ast.parse(path.read_text()))]
-    found = [each.attr for each in nodes if isinstance(each, ast.Attribute) and each.attr in LOCALS]
-    assert found == ["f_locals"]
-
-
 def running(mesh: Mesh, rank: int) -> list[Activity]:
     return [each for each in activities(mesh.agent(rank)) if each.request is not None]
 

@@ -1,8 +1,7 @@
-"""Workers that are killed while they wait for an item of a queue, or after they took one."""
+"""A worker that is killed while it waits for items of a queue, after it took others."""
 
 from __future__ import annotations
 
-import queue
 from typing import Any
 
 import pytest
@@ -53,28 +52,11 @@ def put_and_get(items: list[Any]) -> list[Any]:
     return found
 
 
-def get_nothing() -> None:
-    with pytest.raises(queue.Empty):
-        kept().rpc_sync().get_nowait()
-
-
-def members() -> int:
-    return len(zrpc.get_worker_infos())
-
-
-def test_a_killed_worker_that_waits_takes_nothing(mesh: Mesh) -> None:
+def test_a_killed_worker_that_waits_takes_nothing_and_gives_nothing_back(mesh: Mesh) -> None:
     mesh.run(2, keep_queue)
+    assert mesh.run(1, put_and_get, ["taken", "too"]) == ["taken", "too"]
     mesh.run(1, start_gets, 3)
     until(lambda: mesh.run(0, waiting) == 3)
     mesh.kill(1)
     # Worker0 may not know of its end yet, and send it some of them.
     assert sorted(mesh.run(2, put_and_get, list(range(6)))) == list(range(6))
-
-
-def test_what_a_killed_worker_has_taken_does_not_come_back(mesh: Mesh) -> None:
-    mesh.run(2, keep_queue)
-    assert mesh.run(1, put_and_get, ["taken", "too"]) == ["taken", "too"]
-    mesh.kill(1)
-    until(lambda: mesh.run(0, members) == 2)
-    mesh.run(2, get_nothing)
-    assert mesh.run(2, put_and_get, ["next"]) == ["next"]

@@ -140,21 +140,6 @@ def test_a_request_that_cant_be_unpickled_is_returned(joined: Mesh, lends: list[
     until_returned(service_of(joined, 0))
 
 
-@pytest.mark.zrpc(workers=4)
-def test_receivers_of_one_tensor_do_not_see_each_other(joined: Mesh, lends: list[Lend]) -> None:
-    sent = large(1)
-    for rank in range(1, 4):
-        zrpc.rpc_sync(rank, keep, (rank, sent))
-    assert sorted(lend.borrower for lend in lends) == [1, 2, 3]
-    kept()[1].fill_(1)
-    kept()[2].fill_(2)
-    assert torch.equal(kept()[3], sent)
-    assert torch.equal(sent, large(1))
-    assert kept()[1].sum() == LARGE
-    drop(1, 2, 3)
-    until_returned(service_of(joined, 0))
-
-
 # -- the size of the pool ----------------------------------------------------------------
 
 
@@ -180,15 +165,6 @@ def test_idle_segments_are_closed_and_forgotten(joined: Mesh) -> None:
 
 
 # -- where there is no shared memory -----------------------------------------------------
-
-
-def test_without_capacity_everything_goes_by_frames(make_mesh: MakeMesh, lends: list[Lend]) -> None:
-    mesh = make_mesh(options={"shared_memory": 0})
-    with mesh.agent(0).as_current():
-        for i in range(4):
-            assert torch.equal(zrpc.rpc_sync(1, negated, (large(i),)), -large(i))
-    assert lends == []
-    assert segments_open() == segments_mapped() == []
 
 
 def test_if_the_descriptor_of_a_segment_cant_be_sent_the_message_goes_by_frames(
@@ -297,14 +273,3 @@ def test_if_there_is_no_room_to_hold_something_the_error_names_the_limit(joined:
     with pytest.raises(MemoryError, match=f"found 0 bytes in use of {limit:,}"):
         service_of(joined, 0).hold(limit + 1)
     assert int(held(joined, 1)[0]) == 1
-
-
-def test_after_the_end_of_the_worker_nothing_can_be_held(joined: Mesh) -> None:
-    tensor = held(joined, 1)
-    layer = service_of(joined, 0)
-    joined.agent(0).close()
-    with pytest.raises(zrpc.NotInitializedError):
-        layer.hold(MIB)
-    assert int(tensor[-1]) == 1  # as long as somebody reads it
-    del tensor
-    until(lambda: segments_mapped() == [], collect=True)

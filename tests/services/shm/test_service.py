@@ -36,11 +36,6 @@ from zrpc.testing.plugin import MakeMesh
 pytestmark = sends_by_segments
 
 
-def views_of(count: Any) -> Any:
-    base = large(1, count)
-    return base[: count // 2].view(-1, 8), base
-
-
 def equal(a: Any, b: Any) -> Any:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
@@ -94,56 +89,6 @@ def test_many_tensors_in_one_message_share_a_segment(joined: Mesh, lends: list[L
     assert theirs.pool.lent == 1
     received.clear()
     until_returned(theirs)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-def test_tensors_of_all_kinds_arrive_equal(joined: Mesh, lends: list[Lend]) -> None:
-    square = large(1).view(512, 512)
-    for tensor in (
-        *(large(1)[1000:-1000], square[:, 3:500], square.t()),
-        large(1, 4 * LARGE).view(1024, 1024)[::2, ::3],
-        large(1)[1:],  # not aligned
-        *(large(1).expand(2, LARGE), large(1).to(torch.bfloat16), torch.arange(LARGE) % 2 == 0),
-        *(torch.complex(large(1), large(2)).conj(), torch.nn.Parameter(large(1))),
-        *(large(1).to_sparse(), square.to_sparse_csr()),
-    ):
-        lends.clear()
-        received = zrpc.rpc_sync(1, echo, (tensor,))
-        assert type(received) is type(tensor)
-        assert received.layout == tensor.layout
-        assert received.requires_grad == tensor.requires_grad
-        assert equal(received.to_dense(), tensor.to_dense())
-        assert {lend.borrower for lend in lends} == {0, 1}
-        del received
-
-
-def test_tensors_that_share_storage_share_it_on_arrival(joined: Mesh, lends: list[Lend]) -> None:
-    view, base = zrpc.rpc_sync(1, views_of, (LARGE,))
-    assert torch.equal(base, large(1))
-    assert torch.equal(view, large(1)[: LARGE // 2].view(-1, 8))
-    assert [lend.sizes for lend in lends] == [[4 * LARGE]]
-    view[0, 0] = -7
-    assert base[0] == -7
-
-
-def test_arrays_and_tensors_in_one_message(joined: Mesh, lends: list[Lend]) -> None:
-    fixed = np.arange(50_000)
-    fixed.flags.writeable = False
-    sent = [large(1), fixed, np.arange(60_000), torch.ones(5), fixed[::2], large(2), b"x" * 40_000]
-    received = zrpc.rpc_sync(1, echo, (sent,))
-    for got, was in zip(received, sent, strict=True):
-        assert type(got) is type(was)
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(was))
-    assert len(lends) == 2
-    assert not received[1].flags.writeable
-
-
-def test_a_call_to_itself(joined: Mesh) -> None:
-    sent = large(1)
-    received = zrpc.rpc_sync(0, negated, (sent,))
-    assert torch.equal(received, -large(1))
-    received.zero_()
-    assert torch.equal(sent, large(1))
 
 
 # -- the end -----------------------------------------------------------------------------
