@@ -384,23 +384,6 @@ def test_the_errors_of_dead_members_name_the_class_and_nothing_else(caller: Mesh
     assert "During handling" not in "".join(traceback.format_exception(caught.value))
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(workers=3, processes=True, restarts=True)
-def test_a_dead_member_fails_and_its_successor_is_called(mesh: Mesh) -> None:
-    def call(text: str) -> Any:
-        group = zrpc.group(["worker1", "worker2"])
-        try:
-            return zrpc.rpc_sync(group, str.upper, args=(text,), timeout=20)
-        except zrpc.GroupError as error:
-            return {place: type(each).__name__ for place, each in error.errors.items()}
-
-    assert mesh.run(0, call, "a") == ["A", "A"]
-    mesh.kill(2)
-    assert mesh.run(0, call, "b") == {1: "WorkerDied"}
-    mesh.restart(2)
-    assert mesh.run(0, call, "c") == ["C", "C"]
-
-
 class Scale:
     def __init__(self, factor: float) -> None:
         self.factor = factor

@@ -56,6 +56,20 @@ def test_a_wait_for_workers_ends_with_this_one(elastic: Elastic) -> None:  # noq
 
 
 @pytest.mark.system
+def test_a_dead_member_fails_and_its_successor_is_called(elastic: Elastic) -> None:  # noqa: F811
+    first, dead = elastic.join_all(2)
+    with first.as_current():
+        group = zrpc.group(["w0", "w1"])
+        assert zrpc.rpc_sync(group, name) == ["w0", "w1"]
+        elastic.crash(dead)
+        with pytest.raises(zrpc.GroupError) as caught:
+            zrpc.rpc_sync(group, name)
+        assert [*map(type, caught.value.errors.values())] == [zrpc.WorkerDied]
+        elastic.join("w1")
+        assert zrpc.rpc_sync(group, name) == ["w0", "w1"]
+
+
+@pytest.mark.system
 def test_a_live_group_calls_who_is_there(elastic: Elastic) -> None:  # noqa: F811
     first, _ = elastic.join_all(2)
     with first.as_current():

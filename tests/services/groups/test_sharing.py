@@ -13,7 +13,7 @@ import zrpc
 from tests.services.elastic.conftest import elastic, events  # noqa: F401
 from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.waiting import SOON, until
+from tests.support.waiting import until
 from zrpc.testing import Mesh
 
 if TYPE_CHECKING:
@@ -142,63 +142,49 @@ def test_actors_that_are_stopped_take_no_items_if_there_are_others(caller: Mesh)
 # -- members that come and go ----------------------------------------------------------------------
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(workers=4, processes=True)
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_member_that_fails_by_another_loss_gets_items(mesh: Mesh, streams: bool) -> None:
+def test_a_member_that_fails_by_another_loss_gets_items(caller: Mesh, streams: bool) -> None:
     def work(item: int) -> int:
         return zrpc.rpc_sync("worker3", abs, (item,)) if item < 3 else item
 
     def work_in_steps(item: int) -> Iterator[int]:
         yield work(item)
 
-    def call() -> tuple[list[int], list[int]]:
-        group, items = zrpc.group("worker[12]"), (zrpc.share(range(9)),)
-        found: list[int] = []
-        try:
-            if streams:
-                for _, item in zrpc.rpc_stream(group, work_in_steps, items):
-                    found.append(item)
-            else:
-                zrpc.rpc_sync(group, work, items)
-        except zrpc.GroupError as error:
-            return sorted(error.errors), sorted(found or error.results)
-        raise AssertionError("expected a GroupError")
+    caller.agent(3).close()
+    group, items, found = zrpc.group("worker[12]"), (zrpc.share(range(9)),), set[int]()
 
-    mesh.kill(3)
-    assert mesh.run(0, call) == ([0, 1, 2], [3, 4, 5, 6, 7, 8])
+    def run() -> None:
+        if streams:
+            for _, item in zrpc.rpc_stream(group, work_in_steps, items):
+                found.add(item)
+        else:
+            zrpc.rpc_sync(group, work, items)
+
+    with pytest.raises(zrpc.GroupError) as caught:
+        run()
+    assert caught.value.errors.keys() == {0, 1, 2}
+    assert (found or caught.value.results.keys()) == {3, 4, 5, 6, 7, 8}
 
 
 @pytest.mark.system
-@pytest.mark.zrpc(workers=3, processes=True)
-def test_the_items_of_a_dead_member(mesh: Mesh) -> None:
+def test_the_items_of_a_dead_member(caller: Mesh, gate: Gate) -> None:
     """The one that it has begun fails, and the others go to those that live."""
 
     def work(item: int) -> int:
-        if item == 0:
-            zrpc.current_call().wait_cancelled(SOON)
-        return item
+        return gate.wait_inside(item) if item == 0 else item
 
-    def call(pattern: str) -> Any:
-        try:
-            zrpc.rpc_sync(zrpc.group(pattern), work, (zrpc.share(range(6)),), timeout=SOON)
-        except zrpc.GroupError as error:
-            return {i: (type(e).__name__, e.executed) for i, e in error.errors.items()}  # type: ignore[attr-defined]
+    def errors_if_it_dies(worker: int, group: Any) -> dict[int, Any]:
+        future = zrpc.rpc_async(group, work, (zrpc.share(range(6)),))
+        gate.await_entry()
+        caller.agent(worker).close()
+        with pytest.raises(zrpc.GroupError) as caught:
+            future.wait()
+        errors: dict[int, Any] = caught.value.errors
+        return {item: (type(error), error.executed) for item, error in errors.items()}
 
-    def working() -> int:
-        return zrpc.stats().requests_in_progress
-
-    calling = mesh.submit(0, call, "worker[12]")
-    until(lambda: mesh.run(1, working), "the first item has begun")
-    mesh.kill(1)
-    assert calling.result(SOON) == {0: ("WorkerDied", None)}
-    # Now nobody is left after the first item.
-    calling = mesh.submit(0, call, "worker2")
-    until(lambda: mesh.run(2, working), "the first item has begun")
-    mesh.kill(2)
-    found = calling.result(SOON)
-    assert found[0] == ("WorkerDied", None)
-    assert [found[item] for item in range(1, 6)] == [("WorkerDied", False)] * 5
+    assert errors_if_it_dies(1, zrpc.group("worker[12]")) == {0: (zrpc.WorkerDied, None)}
+    not_begun = dict.fromkeys(range(1, 6), (zrpc.WorkerDied, False))  # as nobody is left
+    assert errors_if_it_dies(2, zrpc.group("worker2")) == {0: (zrpc.WorkerDied, None), **not_begun}
 
 
 @pytest.mark.system
