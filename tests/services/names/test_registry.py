@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.services.names.simulation import ALL, DEPOSED, WITHOUT_LOSSES, World, run, schedules
 from zrpc.errors import ProtocolError
-from zrpc.services.names.messages import Ask, Collect, Free, Held, Lose, Naming, Report, parse
+from zrpc.services.names.messages import Ask, Collect, Held, Lose, Naming, Report, parse
 from zrpc.wire.member_id import MemberId
 
 thorough = settings(max_examples=300)
@@ -144,8 +144,6 @@ def test_a_claim_that_was_dropped_frees_the_name_when_it_is_granted() -> None:
     number = registry.ask("a", claims=True)
     world.settle(MemberId(1))
     registry.free("a", number)
-    world.settle(MemberId(1))
-    deliver(world, Free)  # before the claim
     world.finish(random.Random(0))
     assert world.holders("a") == []
     world.claim(MemberId(0), "a")
