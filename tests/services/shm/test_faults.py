@@ -6,7 +6,6 @@ import contextlib
 import errno
 import fcntl
 import itertools
-import logging
 import os
 import shutil
 import struct
@@ -50,8 +49,8 @@ pytestmark = sends_by_segments
 # -- a system without descriptors --------------------------------------------------------
 
 
-@pytest.fixture
-def no_mappings(monkeypatch: pytest.MonkeyPatch) -> Any:
+@contextlib.contextmanager
+def no_mappings() -> Iterator[None]:
     """Receivers can't map segments that they don't know yet, as without free descriptors."""
     tried = threading.Event()
 
@@ -60,49 +59,28 @@ def no_mappings(monkeypatch: pytest.MonkeyPatch) -> Any:
         tried.set()
         raise OSError(24, "Too many open files")
 
-    def begin() -> None:
-        monkeypatch.setattr(borrowed, "_map", refuse)
-
-    begin.tried = tried  # type: ignore[attr-defined]
-    begin.undo = monkeypatch.undo  # type: ignore[attr-defined]
-    return begin
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(borrowed, "_map", refuse)
+        yield
+    assert tried.is_set()
 
 
-def test_a_request_that_cant_be_mapped_fails_and_is_returned(
-    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("function", "argument", "sender"),
+    [(torch.numel, large(1), 0), (large, 1, 1)],
+    ids=["request", "answer"],
+)
+def test_a_message_that_cant_be_mapped_fails_at_once_and_is_returned(
+    joined: Mesh, function: Any, argument: Any, sender: int
 ) -> None:
-    no_mappings()
-    with (
-        caplog.at_level(logging.CRITICAL, logger="zrpc"),
-        pytest.raises(OSError, match="Too many open files"),
-    ):
-        zrpc.rpc_sync(1, torch.numel, (large(1),))
-    assert no_mappings.tried.is_set()
-    until(lambda: service_of(joined, 0).pool.lent == 0, "not returned", within=3, collect=True)
-    no_mappings.undo()
-    assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
+    errors = (OSError, zrpc.ProtocolError)
+    with no_mappings(), pytest.raises(errors, match="Too many open files"):
+        zrpc.rpc_sync(1, function, (argument,), timeout=10)
+    until_returned(service_of(joined, sender))
+    assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
 
 
-def test_an_answer_that_cant_be_mapped_fails_at_once(
-    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    no_mappings()
-    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        try:
-            assert torch.equal(zrpc.rpc_sync(1, large, (1,), timeout=3), large(1))
-        except zrpc.RpcTimeoutError as error:
-            raise AssertionError("the caller was not told") from error
-        except (OSError, zrpc.ProtocolError):
-            pass
-    assert no_mappings.tried.is_set()
-    until(lambda: service_of(joined, 1).pool.lent == 0, "not returned", within=3, collect=True)
-    no_mappings.undo()
-    assert torch.equal(zrpc.rpc_sync(1, large, (2,)), large(2))
-
-
-def test_a_pass_whose_gradients_cant_be_mapped_fails(
-    joined: Mesh, no_mappings: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_pass_whose_gradients_cant_be_mapped_fails(joined: Mesh) -> None:
     """They would be waited for in vain. They travel with the answer of the part, or alone."""
     with dist_autograd.context() as context_id:
         leaf = large(1).requires_grad_()
@@ -110,14 +88,9 @@ def test_a_pass_whose_gradients_cant_be_mapped_fails(
         for rank in range(2):  # what was mapped is not used again
             until_returned(service_of(joined, rank))
             service_of(joined, rank).pool.close_idle(float("inf"))
-        no_mappings()
-        with (
-            caplog.at_level(logging.CRITICAL, logger="zrpc"),
-            pytest.raises(RuntimeError, match=r"answer can't be read|messages from .* were lost"),
-        ):
+        why = r"answer can't be read|messages from .* were lost"
+        with no_mappings(), pytest.raises(RuntimeError, match=why):
             dist_autograd.backward(context_id, [loss])
-    assert no_mappings.tried.is_set()
-    no_mappings.undo()
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
 
 
@@ -258,15 +231,13 @@ def call_with(agent: Agent, to: int, tag: Tag, data: bytes) -> Any:
     return agent.caller.call(member, Kind.CALL, body, 20, extension=(tag, data))
 
 
-def test_an_extension_of_nonsense_is_an_error_at_the_caller(
-    joined: Mesh, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_extension_of_nonsense_is_an_error_at_the_caller(joined: Mesh) -> None:
     agent, ours = joined.agent(0), service_of(joined, 0)
     errors = (zrpc.ProtocolError, OSError, ValueError, struct.error)
     for hostile in HOSTILE.values():
         assert zrpc.rpc_sync(1, torch.numel, (large(1),)) == LARGE
         segment = next(iter(ours.pool.segments.values()))
-        with caplog.at_level(logging.CRITICAL, logger="zrpc"), pytest.raises(errors, match=r"."):
+        with pytest.raises(errors, match=r"."):
             call_with(agent, 1, Tag.SHARED, hostile(segment))
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(1),)), -large(1))
         until_returned(ours)
@@ -286,20 +257,19 @@ NOTES = {
 
 
 @pytest.mark.zrpc(workers=3)
-def test_notes_of_nonsense_change_nothing(joined: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+def test_notes_of_nonsense_change_nothing(joined: Mesh) -> None:
     ours, stranger = service_of(joined, 0), joined.agent(2)
     zrpc.rpc_sync(1, keep, ("held", large(1)))
     (held,) = (n for n, s in ours.pool.segments.items() if 1 in s.borrowers)
-    with caplog.at_level(logging.CRITICAL, logger="zrpc"):
-        for what, hostile in NOTES.items():
-            data = hostile(held)
-            stranger.outbox.post(0, Message(Kind.SEGMENT, extensions=[(Tag.SEGMENTS, data)]))
-            if what in ("half", "unknown verb"):
-                with pytest.raises(zrpc.ProtocolError, match=r"extension|known verb"):
-                    call_with(stranger, 0, Tag.SEGMENTS, data)
-            else:
-                assert call_with(stranger, 0, Tag.SEGMENTS, data) == 1
-            assert (ours.pool.lent, held in ours.pool.segments) == (1, True), what
+    for what, hostile in NOTES.items():
+        data = hostile(held)
+        stranger.outbox.post(0, Message(Kind.SEGMENT, extensions=[(Tag.SEGMENTS, data)]))
+        if what in ("half", "unknown verb"):
+            with pytest.raises(zrpc.ProtocolError, match=r"extension|known verb"):
+                call_with(stranger, 0, Tag.SEGMENTS, data)
+        else:
+            assert call_with(stranger, 0, Tag.SEGMENTS, data) == 1
+        assert (ours.pool.lent, held in ours.pool.segments) == (1, True), what
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(2),)), -large(2))
     assert torch.equal(kept()["held"], large(1))
     drop("held")
