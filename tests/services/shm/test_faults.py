@@ -26,7 +26,6 @@ from tests.services.shm.sharing import (
     keep,
     kept,
     large,
-    make,
     sends_by_segments,
     service_of,
     until_returned,
@@ -300,7 +299,7 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
     for i in range(3):  # while there is no room for descriptors
         flood()
         assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(i),)), -large(i))
-    until(lambda: zrpc.rpc_sync(1, make, (1,)).numel() == LARGE and other.sent_bytes)
+    until(lambda: zrpc.rpc_sync(1, large, (1,)).numel() == LARGE and other.sent_bytes)
     until(lambda: kept_open() == MAX_KNOWN)  # one more while another one comes in its place
     hostile.shutdown(graceful=False)
     until(lambda: kept_open() == 0)
