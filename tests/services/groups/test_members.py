@@ -115,16 +115,10 @@ def test_a_group_is_ready_once_all_its_values_are(caller: Mesh, gate: Gate) -> N
         actors.ready(timeout=0.05)
     assert [*missing.value.errors] == [1]
     assert isinstance(missing.value.errors[1], zrpc.RpcTimeoutError)
-
-    def wait() -> None:
-        with caller.agent(0).as_current():
-            actors.ready()
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        assert pending(waiting, 0.1)
-        gate.open()
-        waiting.result(SOON)
+    waiting = caller.submit(0, actors.ready)
+    assert pending(waiting, 0.1)
+    gate.open()
+    waiting.result(SOON)
 
 
 def test_all_actors_of_a_group_are_stopped_if_some_fail(caller: Mesh) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import threading
 import time
 from collections import Counter
@@ -14,7 +13,6 @@ import pytest
 
 import zrpc
 from tests.services.streams.conftest import Tap, read_by_threads
-from tests.services.streams.test_ends import WAYS
 from tests.services.streams.test_items import count, mesh_is_empty
 from tests.support.gates import Gate
 from tests.support.identity import here
@@ -231,32 +229,6 @@ def test_the_items_of_a_member_that_dies_go_to_the_others(caller: Mesh, gate: Ga
 
 
 # -- ends ------------------------------------------------------------------------------------------
-
-
-def test_all_generators_are_closed_when_the_reader_leaves(caller: Mesh) -> None:
-    for leave in WAYS:
-        made, run = taps()
-        stream = zrpc.rpc_stream(zrpc.group("*"), run, args=(zrpc.each(made),), prefetch=3)
-        for tap in made:
-            tap.await_made(3)
-        leave(stream)
-        for tap in made:
-            tap.await_close()
-        assert list(stream) == []
-    assert mesh_is_empty(caller)
-
-
-def test_all_generators_are_closed_when_the_stream_is_dropped(caller: Mesh) -> None:
-    made, run = taps()
-    stream = zrpc.rpc_stream(zrpc.group("*"), run, args=(zrpc.each(made),), prefetch=3)
-    for tap in made:
-        tap.await_made(1)  # one that has not begun never runs
-    next(stream)
-    del stream
-    for tap in made:
-        tap.await_close()
-    gc.collect()
-    assert mesh_is_empty(caller)
 
 
 def test_the_others_go_on_when_some_members_fail(caller: Mesh, gate: Gate) -> None:

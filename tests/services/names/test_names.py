@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -289,17 +288,11 @@ def test_handlers_that_search_hold_up_no_others(mesh: Mesh) -> None:
 
 
 def test_shutdown_ends_a_search(mesh: Mesh) -> None:
-    agent = mesh.agent("worker2")
-    with ThreadPoolExecutor(1) as pool:
-
-        def search() -> None:
-            with agent.as_current(), pytest.raises(rpc.NotInitializedError):
-                rpc.get_actor("replay", timeout=1000)
-
-        future = pool.submit(search)
-        until(questions, "it searches")
-        agent.close()
-        future.result(SOON)
+    search = mesh.submit("worker2", rpc.get_actor, "replay", timeout=1000)
+    until(questions, "it searches")
+    mesh.agent("worker2").close()
+    with pytest.raises(rpc.NotInitializedError):
+        search.result(SOON)
 
 
 # -- workers that leave ----------------------------------------------------------------------

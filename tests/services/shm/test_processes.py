@@ -45,7 +45,7 @@ from zrpc.testing import Mesh
 from zrpc.testing.procfs import descriptors, socket_names
 from zrpc.transport.address import DESCRIPTORS
 
-pytestmark = sends_by_segments
+pytestmark = [*sends_by_segments, pytest.mark.system]
 
 
 def send_and_lend(rank: Any, count: Any) -> Any:
@@ -204,7 +204,6 @@ def fork_and_drop(rank: Any) -> Any:
         child.end()
 
 
-@pytest.mark.system
 @processes
 def test_a_fork_of_the_receiver_goes_on_reading(mesh: Mesh) -> None:
     assert mesh.run(1, fork_and_drop, 0) == [b"="] * 7
@@ -231,13 +230,11 @@ def fork_and_write(rank: Any) -> Any:
         child.end()
 
 
-@pytest.mark.system
 @processes
 def test_a_fork_and_its_parent_do_not_see_what_the_other_writes(mesh: Mesh) -> None:
     assert mesh.run(1, fork_and_write, 0) == (b"=", True)
 
 
-@pytest.mark.system
 def test_a_fork_does_not_hold_descriptors_that_wait_for_its_parent(joined: Mesh) -> None:
     paths = socket_names()
     ours = {link for link in descriptors().values() if paths.get(link, "").endswith(DESCRIPTORS)}
@@ -247,7 +244,6 @@ def test_a_fork_does_not_hold_descriptors_that_wait_for_its_parent(joined: Mesh)
     child.end()
 
 
-@pytest.mark.system
 def test_a_fork_keeps_no_memory_of_segments_but_what_it_can_read(joined: Mesh) -> None:
     zrpc.rpc_sync(1, keep, ("held", large(7)))
     zrpc.rpc_sync(1, torch.numel, (large(8),))
@@ -264,7 +260,6 @@ def test_a_fork_keeps_no_memory_of_segments_but_what_it_can_read(joined: Mesh) -
     assert torch.equal(zrpc.rpc_sync(1, torch.neg, (large(9),)), -large(9))
 
 
-@pytest.mark.system
 def test_agents_may_start_and_end_while_a_fork_begins() -> None:
     """What is lent to the others must be kept; an error would be one that can't be raised."""
     agent: Any = SimpleNamespace(options=ZmqRpcBackendOptions())
@@ -307,7 +302,6 @@ WORKER = """
 """
 
 
-@pytest.mark.system
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="needs unshare")
 def test_containers_with_one_directory_share_memory(tmp_path: Path, free_port: int) -> None:
     made = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True)

@@ -150,18 +150,6 @@ def test_a_segment_is_not_closed_while_a_thread_writes_to_it(pool: Any, end: str
     assert segments_open() == segments_mapped() == []
 
 
-def test_it_reports_once_which_segments_are_not_lent_again(pool: Any) -> None:
-    kept, lost, idle, small = [lend(pool, 2 * MIB, borrower) for borrower in (1, 2, 1, 1)]
-    pool.retire(kept.number, 1)
-    pool.retire_lent_to(2)
-    pool.give_back(idle.number, 1)
-    pool.close_idle(ALWAYS)
-    assert pool.retired == [kept, lost, idle]
-    pool.give_back(small.number, 1)
-    lend(pool, 7 * MIB)
-    assert pool.retired[3:] == [small]
-
-
 def test_a_pool_has_a_maximum_number_of_segments() -> None:
     pool = SegmentPool(1 << 40)
     try:

@@ -56,30 +56,45 @@ WAYS: list[Callable[[Any], None]] = [
 ]
 
 
-@pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_the_generator_is_closed_when_its_reader_leaves(caller: Mesh, to: str) -> None:
+def opened(workers: str) -> tuple[list[Tap], Any]:
+    """Opens a stream of one worker, or of a group; with the generators that the test watches."""
+    group = zrpc.group(workers)
+    taps = [Tap() for _ in group]
+    if len(group) == 1:
+        return taps, zrpc.rpc_stream(workers, taps[0].run, prefetch=3)
+    run = here(lambda tap: tap.run())
+    return taps, zrpc.rpc_stream(group, run, args=(zrpc.each(taps),), prefetch=3)
+
+
+@pytest.mark.parametrize("workers", ["worker0", "worker1", "worker*"])
+def test_generators_are_closed_when_their_reader_leaves(caller: Mesh, workers: str) -> None:
     for leave in WAYS:
-        tap = Tap()
-        stream = zrpc.rpc_stream(to, tap.run, prefetch=3)
-        tap.await_made(3)
+        taps, stream = opened(workers)
+        for tap in taps:
+            tap.await_made(3)
         leave(stream)
-        tap.await_close()
+        for tap in taps:
+            tap.await_close()
         assert list(stream) == []
     assert mesh_is_empty(caller)
 
 
-def test_the_generator_is_closed_when_its_stream_is_dropped(caller: Mesh) -> None:
-    tap = Tap()
-    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=3)
-    next(stream)
-    del stream
-    tap.await_close()
-    cycle: list[Any] = [zrpc.rpc_stream("worker1", (other := Tap()).run)]
-    cycle.append(cycle)
-    other.await_made(1)
-    del cycle
-    gc.collect()
-    other.await_close()
+@pytest.mark.parametrize("workers", ["worker1", "worker*"])
+def test_generators_are_closed_when_their_stream_is_dropped(caller: Mesh, workers: str) -> None:
+    for in_cycle in (False, True):
+        taps, stream = opened(workers)
+        for tap in taps:
+            tap.await_made(1)  # one that has not begun never runs
+        next(stream)
+        if in_cycle:
+            cycle = [stream]
+            cycle.append(cycle)
+            del cycle
+        del stream
+        if in_cycle:
+            gc.collect()
+        for tap in taps:
+            tap.await_close()
     assert mesh_is_empty(caller)
 
 
@@ -247,14 +262,6 @@ def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
     gate.open()
     assert closed.wait(SOON)
     assert mesh_is_empty(caller)
-
-
-def test_time_counts_only_while_the_reader_waits(caller: Mesh) -> None:
-    tap = Tap(length=3)
-    stream = zrpc.rpc_stream("worker1", tap.run, timeout=0.3, prefetch=1)
-    for number in range(3):
-        time.sleep(0.4)
-        assert next(stream) == number
 
 
 def test_a_stream_has_a_deadline(caller: Mesh) -> None:
