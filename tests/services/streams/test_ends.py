@@ -19,7 +19,7 @@ import torch
 
 import zrpc
 from tests.services.streams.conftest import Tap
-from tests.services.streams.test_items import count, mesh_is_empty
+from tests.services.streams.test_items import count
 from tests.support.gates import Gate
 from tests.support.identity import here
 from tests.support.observed import ask_often, calls_to
@@ -76,7 +76,6 @@ def test_generators_are_closed_when_their_reader_leaves(caller: Mesh, workers: s
         for tap in taps:
             tap.await_close()
         assert list(stream) == []
-    assert mesh_is_empty(caller)
 
 
 @pytest.mark.parametrize("workers", ["worker1", "worker*"])
@@ -95,24 +94,23 @@ def test_generators_are_closed_when_their_stream_is_dropped(caller: Mesh, worker
             gc.collect()
         for tap in taps:
             tap.await_close()
-    assert mesh_is_empty(caller)
 
 
-def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(caller: Mesh) -> None:
-    with local_mesh(2, options={"num_worker_threads": 1}) as mesh, mesh.agent(0).as_current():
-        tap, gate = Tap(), Gate()
-        future = zrpc.rpc_async("worker1", gate.work_inside)
-        gate.await_entry()
-        stream = zrpc.rpc_stream("worker1", tap.run)
-        requests = mesh.agent(1).callee.requests
-        until(lambda: len(requests) == 2)
-        stream.close()
-        until(lambda: len(requests) == 1)
-        gate.open()
-        future.wait()
-        assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-        assert mesh_is_empty(mesh)
-        assert tap.made == 0
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(
+    caller: Mesh, gate: Gate
+) -> None:
+    tap, requests = Tap(), caller.agent(1).callee.requests
+    future = zrpc.rpc_async("worker1", gate.work_inside)
+    gate.await_entry()
+    stream = zrpc.rpc_stream("worker1", tap.run)
+    until(lambda: len(requests) == 2)
+    stream.close()
+    until(lambda: len(requests) == 1)
+    gate.open()
+    future.wait()
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    assert tap.made == 0
 
 
 def test_a_step_that_runs_goes_on_before_the_generator_is_closed(caller: Mesh) -> None:
@@ -156,7 +154,6 @@ def test_what_a_generator_does_wrong_as_it_is_closed_is_logged(
         assert next(stream) == 0
         stream.close()
         until(lambda text=text: text in caplog.text)
-    assert mesh_is_empty(caller)
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -177,7 +174,6 @@ def test_an_error_comes_after_the_items_before_it(caller: Mesh) -> None:
         assert found == list(range(n))
         assert isinstance(info.value.__cause__, zrpc.RemoteError)
         assert "fails_after" in str(info.value.__cause__)
-    assert mesh_is_empty(caller)
 
 
 def test_a_shutdown_waits_for_no_stream_that_has_ended() -> None:
@@ -210,7 +206,6 @@ def test_an_item_that_can_not_be_sent_or_read_ends_the_stream(caller: Mesh) -> N
         with pytest.raises(zrpc.SerializationError, match=text):
             next(stream)
         tap.await_close()
-    assert mesh_is_empty(caller)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -234,7 +229,6 @@ def test_an_error_as_a_batch_is_sent_ends_the_stream(caller: Mesh, asynchronous:
     assert next(stream) == 1
     with pytest.raises(OverflowError, match="no room in the batch"):
         next(stream)
-    assert mesh_is_empty(caller)
 
 
 # -- time ----------------------------------------------------------------------------------------
@@ -261,7 +255,6 @@ def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
         assert info.value.__context__ is None  # it shows nothing of how items are kept
     gate.open()
     assert closed.wait(SOON)
-    assert mesh_is_empty(caller)
 
 
 def test_a_stream_has_a_deadline(caller: Mesh) -> None:
@@ -270,7 +263,6 @@ def test_a_stream_has_a_deadline(caller: Mesh) -> None:
     tap.await_close()
     with pytest.raises(zrpc.RpcTimeoutError, match="300 ms"):
         list(stream)
-    assert mesh_is_empty(caller)
 
 
 def test_a_deadline_passes_while_the_reader_waits(caller: Mesh) -> None:
@@ -307,7 +299,6 @@ def test_a_stream_ends_with_the_handler_that_reads_it(caller: Mesh) -> None:
     future.cancel()
     tap.await_close()
     until(lambda: errors)
-    assert mesh_is_empty(caller)
 
 
 # -- context -------------------------------------------------------------------------------------
@@ -495,7 +486,6 @@ def test_a_reader_that_polls_takes_no_item_and_may_do_so_beyond_its_timeout(call
     asyncio.run(wait_in_vain(stream))
     gate.open()
     assert list(stream) == [0, 1, 2]
-    assert mesh_is_empty(caller)
 
 
 class Closing:
@@ -522,4 +512,3 @@ def test_an_item_may_close_its_stream_as_it_is_freed(caller: Mesh) -> None:
     finally:
         Closing.stream = None
     assert len(first) == 2
-    assert mesh_is_empty(caller)

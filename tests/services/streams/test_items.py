@@ -15,7 +15,7 @@ import zrpc.autograd
 from tests.services.streams.conftest import Tap, read_by_threads
 from tests.support.gates import Gate
 from tests.support.identity import Same
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
 
@@ -250,24 +250,6 @@ def test_a_wrong_deadline_is_called_by_its_name(caller: Mesh) -> None:
 def test_arguments_that_can_not_be_pickled_are_refused_at_once(caller: Mesh) -> None:
     with pytest.raises(zrpc.SerializationError):
         zrpc.rpc_stream("worker1", count, args=(threading.Lock(),))
-    assert mesh_is_empty(caller)
-
-
-def mesh_is_empty(mesh: Mesh) -> bool:
-    """Whether nothing is left of any stream, after a moment."""
-    for rank in range(len(mesh)):
-        agent = mesh.agent(rank)
-        until(lambda agent=agent: not any(sizes(agent).values()), f"{rank}: {sizes(agent)}")
-    return True
-
-
-def sizes(agent: Any) -> dict[str, int]:
-    return {
-        name: number
-        for service in agent.services
-        for name, number in service.stats().items()
-        if name.startswith("streams_")
-    }
 
 
 # -- streams of actors, whose places they hold -----------------------------------------------------

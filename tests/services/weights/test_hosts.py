@@ -66,8 +66,7 @@ def test_a_version_goes_once_to_each_host(hosts: Any) -> None:
 def test_a_subscriber_waits_for_a_version_of_another_host(hosts: Any) -> None:
     mesh, few, many = hosts
     waiting = [Rollout(mesh, worker).begin_to_load(at_least=2) for worker in many]
-    learner = Learner(mesh, few[0])
-    learner.push()
+    learner = Learner(mesh, few[0], versions=1)
     assert all(pending(each, 0.05) for each in waiting)
     learner.push()
     assert [each.result(SOON) for each in waiting] == [2] * 3
@@ -82,9 +81,8 @@ def test_a_subscriber_waits_for_a_version_of_another_host(hosts: Any) -> None:
 
 def test_if_the_worker_that_gets_versions_is_lost_another_one_does(hosts: Any) -> None:
     mesh, few, many = hosts
-    learner = Learner(mesh, few[0])
+    learner = Learner(mesh, few[0], versions=1)
     rollouts = [Rollout(mesh, worker) for worker in many[1:]]
-    learner.push()
     assert [rollout.load() for rollout in rollouts] == [1, 1]
     waiting = [rollout.begin_to_load(at_least=2) for rollout in rollouts]
     mesh.agent(many[0]).close()
@@ -97,9 +95,8 @@ def test_if_the_worker_that_gets_versions_is_lost_another_one_does(hosts: Any) -
 
 def test_if_the_publisher_is_lost_subscribers_on_all_hosts_are_told(hosts: Any) -> None:
     mesh, few, many = hosts
-    learner = Learner(mesh, few[0])
+    _learner = Learner(mesh, few[0], versions=1)
     rollouts = [Rollout(mesh, worker) for worker in (*many, few[1])]
-    learner.push()
     assert [rollout.load() for rollout in rollouts] == [1] * 4
     waiting = [rollout.begin_to_load(at_least=2) for rollout in rollouts]
     assert pending(waiting[0], 0.05)
@@ -116,9 +113,8 @@ def test_if_the_publisher_is_lost_subscribers_on_all_hosts_are_told(hosts: Any) 
 
 def test_what_a_host_has_got_is_dropped_with_the_publication(hosts: Any) -> None:
     mesh, few, many = hosts
-    learner = Learner(mesh, few[0])
+    learner = Learner(mesh, few[0], versions=1)
     rollouts = [Rollout(mesh, worker) for worker in many]
-    learner.push()
     assert [rollout.load() for rollout in rollouts] == [1] * 3
     mesh.run(few[0], learner.published.close)
     for rollout in rollouts:

@@ -61,8 +61,7 @@ def test_each_push_is_a_version_that_all_workers_load(
 
 
 def test_a_version_that_is_known_is_not_copied_again(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     learner.model["a"].zero_()  # which does not change the version
     assert rollout.read() == (1, 1)
     rollout.model["b"].fill_(9)
@@ -94,8 +93,7 @@ def test_a_wait_ends_at_its_time_limit(mesh: Mesh) -> None:
     rollout, near = Rollout(mesh, 1), Rollout(mesh, 0)
     with pytest.raises(zrpc.RpcTimeoutError, match=r"a version of 'p' within 0.05 s: nobody"):
         rollout.load(timeout=0.05)
-    learner = Learner(mesh)
-    learner.push()
+    learner = Learner(mesh, versions=1)
     assert rollout.load() == 1
     words = r"expected version 7 or a later one of 'p' within 0.05 s: .*worker0.* has version 1"
     for each in (rollout, near):
@@ -156,8 +154,7 @@ def test_of_publishers_that_begin_at_once_one_succeeds(mesh: Mesh) -> None:
 
 
 def test_models_that_do_not_fit_are_refused_before_any_tensor_is_written(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     expanded = torch.zeros(1, dtype=torch.int64).expand(3)
     with torch.inference_mode():
         inference = torch.zeros(3, dtype=torch.int64)
@@ -195,8 +192,7 @@ class Stubborn(torch.Tensor):
 
 
 def test_a_version_whose_copy_has_failed_is_not_loaded(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     assert rollout.read() == (1, 1)
     learner.push()
     rollout.model["b"] = rollout.model["b"].as_subclass(Stubborn)
@@ -208,8 +204,7 @@ def test_a_version_whose_copy_has_failed_is_not_loaded(mesh: Mesh) -> None:
 
 
 def test_after_the_publisher_is_closed_a_subscriber_is_told_once(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     rollout.load()
     waiting = rollout.begin_to_load(at_least=2)
     assert pending(waiting, 0.05)
@@ -226,8 +221,7 @@ def test_after_the_publisher_is_closed_a_subscriber_is_told_once(mesh: Mesh) -> 
 
 
 def test_a_subscriber_that_is_closed_loads_nothing(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    _learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     rollout.load()
     mesh.run(1, rollout.subscriber.close)
     with pytest.raises(zrpc.RpcError, match="subscriber of 'p' is closed"):
@@ -238,8 +232,7 @@ def test_a_subscriber_that_is_closed_loads_nothing(mesh: Mesh) -> None:
 
 
 def test_weights_are_loaded_inside_an_autograd_context(mesh: Mesh) -> None:
-    learner = Learner(mesh)
-    learner.push()
+    _learner = Learner(mesh, versions=1)
 
     def step() -> Any:
         model = torch.nn.ParameterDict({"a": torch.zeros(1 << 17)})
@@ -293,8 +286,7 @@ def subscribe_and_load(model: torch.nn.Module | dict[str, torch.Tensor]) -> int:
 
 
 def test_after_its_worker_has_shut_down_nothing_can_be_loaded_or_pushed(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     rollout.load()
     published, subscriber = learner.published, rollout.subscriber
     mesh.run_all(lambda: zrpc.shutdown())
