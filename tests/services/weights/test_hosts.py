@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tests.services.weights.publishing import (
 )
 from tests.support.hosts import mesh_on_hosts, needs_tcp
 from tests.support.observed import stats_of
+from tests.support.parting import leaving_at_once
 from tests.support.waiting import pending, until
 from zrpc.agent.agent import Agent
 from zrpc.nn import publish, subscribe
@@ -35,12 +37,11 @@ SIZE = 4 << 17
 
 
 @pytest.fixture
-def hosts(
-    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
-) -> tuple[Mesh, list[int], list[int]]:
+def hosts(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A mesh on two hosts, and the workers on either."""
     mesh, (few, many) = mesh_on_hosts(make_mesh, monkeypatch, workers=5)
-    return mesh, few, many
+    with leaving_at_once(mesh):
+        yield mesh, few, many
 
 
 def sent_by(mesh: Mesh, worker: int) -> int:
