@@ -14,6 +14,8 @@ from tests.services.shm.sharing import (
     kept,
     segments_mapped,
     segments_open,
+    service_of,
+    until_returned,
 )
 from tests.support.waiting import until
 from zrpc.services.shm.segments import SegmentPool
@@ -70,7 +72,9 @@ def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
 
 @pytest.fixture
 def joined(mesh: Mesh) -> Iterator[Mesh]:
-    """A mesh of threads; worker0 is the test itself."""
+    """A mesh of threads; worker0 is the test itself. In the end all that was lent is returned."""
     with mesh.agent(0).as_current():
         yield mesh
     kept().clear()
+    for rank in range(len(mesh)):
+        until_returned(service_of(mesh, rank))
