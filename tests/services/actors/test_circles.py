@@ -14,9 +14,7 @@ import zrpc
 from tests.support.identity import Same, event
 from tests.support.observed import busy
 from tests.support.waiting import SOON, until
-from zrpc.services.inspection.circles import Circle
 from zrpc.testing import Mesh
-from zrpc.wire.member_id import MemberId
 
 # The calls themselves have no time-out that would end a circle.
 pytestmark = [
@@ -150,25 +148,6 @@ def end_late(_: Any) -> str:
 
 def relay(stream_of: Any) -> Iterator[int]:
     yield from stream_of.rpc_stream(prefetch=2).count_up()
-
-
-def stop(node: Any) -> None:
-    node.stop()
-
-
-@zrpc.actor
-class Quitter:
-    closed = 0  # of this process, so of all workers
-
-    def stop_through(self, to: int, me: Any) -> str:
-        try:
-            zrpc.rpc_sync(to, stop, args=(me,))
-        except zrpc.RpcError as error:
-            return str(error)
-        return ""
-
-    def close(self) -> None:
-        Quitter.closed += 1
 
 
 CIRCLE = "actors wait in a circle"
@@ -396,15 +375,6 @@ def test_if_one_of_several_goes_on_it_is_no_circle(caller: Mesh) -> None:
     assert zrpc.wait_all([calls, awaits]) == [[True, "late"]] * 2
 
 
-def test_an_actor_that_stops_itself_through_another_worker_gets_an_error_and_ends() -> None:
-    quitter = zrpc.remote(1, Quitter)
-    assert CIRCLE in quitter.rpc_sync().stop_through(2, quitter)
-    quitter.stop()  # waits for the first stop
-    assert Quitter.closed == 1
-    with pytest.raises(zrpc.RpcError, match="was stopped by worker2"):
-        quitter.rpc_sync().stop_through(2, quitter)
-
-
 def meet_and_call(both: Both, other: Any) -> str:
     both.meet()
     try:
@@ -429,14 +399,6 @@ def test_an_actor_with_room_for_two_calls_may_call_itself_once() -> None:
     with pytest.raises(zrpc.RpcError, match=CIRCLE):
         node.rpc_sync().call(node, node)
     assert node.rpc_sync().touch() == 2
-
-
-def test_bytes_that_are_no_circle_are_refused() -> None:
-    for body in (b"", b"{", b"[]", b"[[[1]], 1]", b'[[["a", 1]], ""]', b"\xff"):
-        with pytest.raises(zrpc.RpcError, match="expected a circle of calls"):
-            Circle.parse(body)
-    circle = Circle([(MemberId(1), 2)], "text \ud800")
-    assert Circle.parse(circle.dump()) == circle
 
 
 # -- batches, which wait for what any of their calls asks for ----------------------------------

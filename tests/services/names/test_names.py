@@ -13,6 +13,7 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import living
+from tests.support.targets import Unreadable
 from tests.support.waiting import SOON, until
 from zrpc.services.names import claims
 from zrpc.services.names.messages import Ask
@@ -122,11 +123,6 @@ def test_arguments_that_cannot_be_pickled_or_unpickled_take_no_name(mesh: Mesh) 
     until(lambda: names_held(mesh) == [0, 0, 0])
     mesh.run(0, make, "worker1", 3)
     assert mesh.run(0, get) == 3
-
-
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
 
 
 def test_a_name_of_another_form_or_for_several_actors_is_refused(mesh: Mesh) -> None:
