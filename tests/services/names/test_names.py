@@ -327,39 +327,20 @@ def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
     assert search.result(SOON) == 5
 
 
-# -- workers that are killed -----------------------------------------------------------------
-
-
-class Kept:
-    """Can be pickled for another process."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def get(self) -> int:
-        return self.value
-
-
-def make_many(gone: str) -> None:
-    for number in range(300):
-        rpc.remote(f"worker{1 + number % 2}", Kept, (number,), name=f"{gone}/{number}")
-
-
-def share_by_name(name: str) -> Any:
-    return rpc.remote("worker1", Kept, (-1,), name=name, exist_ok=True).rpc_sync().get()
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
+@pytest.mark.zrpc(workers=4)
 @pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
-def test_a_death_in_the_midst_of_claims_leaves_no_name_without_an_actor(
+def test_a_loss_in_the_midst_of_claims_leaves_no_name_without_an_actor(
     mesh: Mesh, victim: int
 ) -> None:
-    making = [mesh.submit(worker, make_many, f"by{worker}") for worker in (2, 3)]
-    mesh.run(1, get, "by3/5")
-    mesh.kill(victim)
-    making[0].result(SOON)
-    if victim != 3:
-        making[1].result(SOON)
+    def make_many(maker: int) -> None:
+        for number in range(300):
+            make(f"worker{1 + number % 2}", number, f"by{maker}/{number}")
 
+    making = {maker: mesh.submit(maker, make_many, maker) for maker in (2, 3)}
+    mesh.run(1, get, "by3/5")
+    mesh.agent(victim).close()
+    for maker in making.keys() - {victim}:
+        making[maker].result(SOON)
     for number in range(0, 100, 10):
-        assert mesh.run(1, share_by_name, f"by3/{number}") in (number, -1)
+        shared = mesh.run(1, lambda n=number: make("worker1", -1, f"by3/{n}", exist_ok=True))
+        assert mesh.run(1, shared.rpc_sync().get) in (number, -1)

@@ -48,7 +48,7 @@ def test_the_files_are_bounded_and_say_how_many_records_were_dropped(tmp_path: P
     path = tmp_path / f"w.3-3{RUNNING}"
     for number in range(1, 50):
         record(recording, number)
-        if number % 5 == 4:
+        if number % 10 == 9:
             until(lambda: names(WorkerTrace.read(path))[-1] == f"span {number}")  # noqa: B023
     writer.close()
     trace = WorkerTrace.read(path.with_suffix(ENDED))
