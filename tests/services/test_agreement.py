@@ -22,7 +22,7 @@ pytestmark = [
 
 def members() -> set[int]:
     """Returns the ranks that a worker counts, itself included."""
-    return {info.id for info in zrpc.api._get_current_rpc_agent().get_worker_infos()}
+    return {info.id for info in zrpc.get_worker_infos()}
 
 
 def meet(mesh: Mesh) -> None:

@@ -26,8 +26,7 @@ from zrpc.testing import Mesh
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a segment open or mapped; torn down after the mesh."""
     # What a test that failed was using lives on in its traceback.
-    for name in ("last_value", "last_traceback", "last_exc"):
-        setattr(sys, name, None)
+    sys.last_value = sys.last_traceback = sys.last_exc = None
     gc.collect()
     before = (segments_open(), segments_mapped())
     yield
