@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.services.elastic.conftest import elastic  # noqa: F401
 from tests.support.gates import Gate
 
 

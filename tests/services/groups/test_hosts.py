@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 import zrpc
-from tests.services.elastic.conftest import elastic, events  # noqa: F401
+from tests.services.elastic.conftest import Elastic
 from tests.services.groups.conftest import outcomes
 from tests.services.shm.sharing import MIB, large, service_of
 from tests.support.gates import Gate
@@ -26,9 +26,6 @@ from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.message import Message
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 OPTIONS = {"rpc_timeout": 40}
 pytestmark = [
@@ -199,7 +196,7 @@ def test_in_an_autograd_context(hosts: Hosts) -> None:
 
 
 def test_a_worker_that_joins_gets_what_its_host_has(
-    elastic: Elastic,  # noqa: F811
+    elastic: Elastic,
     gate: Gate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 
 import zrpc
-from tests.services.elastic.conftest import elastic, events  # noqa: F401
+from tests.services.elastic.conftest import Elastic
 from tests.services.groups.conftest import outcomes
 from tests.support.gates import Gate
 from tests.support.waiting import SOON, pending, until
 from zrpc.testing import Mesh
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.zrpc(workers=3, options={"rpc_timeout": 40})
 
@@ -25,7 +22,7 @@ def name() -> str:
 
 
 @pytest.mark.system
-def test_a_group_waits_for_its_size(elastic: Elastic) -> None:  # noqa: F811
+def test_a_group_waits_for_its_size(elastic: Elastic) -> None:
     first, _ = elastic.join_all(2)
 
     def wait() -> list[str]:
@@ -39,25 +36,16 @@ def test_a_group_waits_for_its_size(elastic: Elastic) -> None:  # noqa: F811
         assert waiting.result(SOON) == ["w0", "w1", "w7"]
 
 
-@pytest.mark.system
-def test_a_wait_for_workers_ends_with_this_one(elastic: Elastic) -> None:  # noqa: F811
-    first, _ = elastic.join_all(2)
-
-    def wait() -> None:
-        with first.as_current():
-            zrpc.group("w*", size=3, timeout=0)
-
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(wait)
-        assert pending(waiting, 0.1)
-        elastic.agents.remove(first)
-        first.close()
-        with pytest.raises(zrpc.NotInitializedError):
-            waiting.result(SOON)
+def test_a_wait_for_workers_ends_with_this_one(mesh: Mesh) -> None:
+    waiting = mesh.submit(1, zrpc.group, "*", size=9, timeout=0)
+    assert pending(waiting, 0.1)
+    mesh.agent(1).close()
+    with pytest.raises(zrpc.NotInitializedError):
+        waiting.result(SOON)
 
 
 @pytest.mark.system
-def test_a_dead_member_fails_and_its_successor_is_called(elastic: Elastic) -> None:  # noqa: F811
+def test_a_dead_member_fails_and_its_successor_is_called(elastic: Elastic) -> None:
     first, dead = elastic.join_all(2)
     with first.as_current():
         group = zrpc.group(["w0", "w1"])
@@ -69,7 +57,7 @@ def test_a_dead_member_fails_and_its_successor_is_called(elastic: Elastic) -> No
 
 
 @pytest.mark.system
-def test_a_live_group_calls_who_is_there(elastic: Elastic) -> None:  # noqa: F811
+def test_a_live_group_calls_who_is_there(elastic: Elastic) -> None:
     first, _ = elastic.join_all(2)
     with first.as_current():
         fixed, live = zrpc.group("w*"), zrpc.group("w*", live=True)

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
 
 import zrpc
-from tests.services.elastic.conftest import elastic, events  # noqa: F401
+from tests.services.elastic.conftest import Elastic
 from tests.services.groups.conftest import outcomes
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import until
 from zrpc.testing import Mesh
-
-if TYPE_CHECKING:
-    from tests.services.elastic.conftest import Elastic
 
 pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
 
@@ -186,7 +183,7 @@ def test_the_items_of_a_dead_member(caller: Mesh, gate: Gate) -> None:
 
 
 @pytest.mark.system
-def test_a_worker_that_joins_takes_items(elastic: Elastic, gate: Gate) -> None:  # noqa: F811
+def test_a_worker_that_joins_takes_items(elastic: Elastic, gate: Gate) -> None:
     def work(item: int) -> str:
         return gate.wait_inside(name(item)) if item == 0 else name(item)
 

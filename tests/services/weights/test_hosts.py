@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import zrpc
-from tests.services.elastic.conftest import Elastic, elastic, events  # noqa: F401
+from tests.services.elastic.conftest import Elastic
 from tests.services.shm.sharing import segments_mapped, service_of
 from tests.services.weights.publishing import (
     SOON,
@@ -144,7 +144,7 @@ def knows(agent: Agent) -> bool:
     return agent.service(WeightsService).latest("p")[0] is not None
 
 
-def test_workers_that_join_know_what_is_published_and_what_was(elastic: Elastic) -> None:  # noqa: F811
+def test_workers_that_join_know_what_is_published_and_what_was(elastic: Elastic) -> None:
     first = elastic.join("first")
     model = weights(3, 5)
     published = on(first, publish, "p", model)
