@@ -13,7 +13,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.targets import echo
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.collectives import Collectives
 from zrpc.testing import Mesh, faults
@@ -21,7 +21,6 @@ from zrpc.testing import Mesh, faults
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 NAMES = ["worker0", "worker1", "worker2"]
-SOON = 20.0
 
 
 def gather(*args: Any, **kwargs: Any) -> Any:

@@ -61,12 +61,6 @@ def often(mesh: Mesh) -> None:
     ask_often(mesh, OFTEN)
 
 
-@pytest.fixture
-def caller(mesh: Mesh) -> Any:
-    with mesh.agent(0).as_current():
-        yield mesh
-
-
 def echo_late(value: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return value

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import zrpc
+from tests.services.shm.sharing import keep, kept
 from tests.support.waiting import until
 from zrpc.testing import Mesh
 
@@ -17,25 +18,13 @@ def keep_queue() -> None:
     """Makes the queue on worker0, and keeps its RRef here and on worker1."""
     rref = zrpc.remote(0, zrpc.Queue)
     assert rref.rpc_sync().empty()
-    keep(rref)
-    zrpc.rpc_sync(1, keep, (rref,))
-
-
-def keep(rref: Any) -> None:
-    import zrpc.testing.spec as anywhere
-
-    anywhere.kept = rref
-
-
-def kept() -> Any:
-    import zrpc.testing.spec as anywhere
-
-    return anywhere.kept
+    keep("queue", rref)
+    zrpc.rpc_sync(1, keep, ("queue", rref))
 
 
 def start_gets(count: int) -> None:
     for _ in range(count):
-        kept().rpc_async().get()
+        kept()["queue"].rpc_async().get()
 
 
 def waiting() -> int:
@@ -44,11 +33,11 @@ def waiting() -> int:
 
 def put_and_get(items: list[Any]) -> list[Any]:
     for item in items:
-        kept().rpc_sync().put(item)
+        kept()["queue"].rpc_sync().put(item)
     found = []
     while len(found) < len(items):
-        found += kept().rpc_sync().get_batch(32)
-    assert kept().rpc_sync().empty()
+        found += kept()["queue"].rpc_sync().get_batch(32)
+    assert kept()["queue"].rpc_sync().empty()
     return found
 
 
