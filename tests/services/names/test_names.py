@@ -12,6 +12,7 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.identity import emptied
 from tests.support.observed import living
 from tests.support.targets import Unreadable
 from tests.support.waiting import SOON, until
@@ -26,26 +27,21 @@ pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 WORKERS = ["worker0", "worker1", "worker2"]
 
 
-class Made:
-    """Counts how often it is made, and which instances live."""
+made: list[Any] = emptied([])
 
-    count = 0
-    lock = threading.Lock()
+
+class Made:
+    """Notes with what it was made, and which instances live."""
+
     living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def __init__(self, value: Any = None) -> None:
-        with Made.lock:
-            Made.count += 1
+        made.append(value)
         Made.living.add(self)
         self.value = value
 
     def get(self) -> Any:
         return self.value
-
-
-@pytest.fixture(autouse=True)
-def _start_counting() -> None:
-    Made.count = 0
 
 
 class Failing:
@@ -81,9 +77,9 @@ def names_held(mesh: Mesh) -> list[int]:
 
 def test_an_actor_is_found_by_its_name_which_may_be_any_text_on_any_worker(mesh: Mesh) -> None:
     name = "Ä /\n'\"🙂"
-    made = mesh.run(0, make, "worker1", 5, name)
+    actor = mesh.run(0, make, "worker1", 5, name)
     assert mesh.run_all(get, name) == [5, 5, 5]
-    assert mesh.run(0, rpc.get_actor, name) == made
+    assert mesh.run(0, rpc.get_actor, name) == actor
     assert mesh.run(1, lambda: rpc.get_actor(name).is_owner())
     assert mesh.run(1, lambda: rpc.get_actor(name).local_value().value) == 5
 
@@ -98,7 +94,7 @@ def test_a_name_that_is_taken_is_refused_with_who_has_it(mesh: Mesh, owner: str)
         assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in told
         assert "stop() if it is an actor's, else it lasts until the owner leaves" in told
         assert caught.value.executed is False
-    assert Made.count == 1
+    assert len(made) == 1
     mesh.run(0, make, "worker1", name="another")
 
 
@@ -176,7 +172,7 @@ def test_of_many_makers_with_exist_ok_one_constructor_runs(mesh: Mesh) -> None:
 
     futures = [mesh.submit(number % 3, share, number // 3) for number in range(24)]
     assert len({future.result(SOON) for future in futures}) == 1
-    assert Made.count == 1
+    assert len(made) == 1
     assert sum(names_held(mesh)) == 1
 
 
@@ -196,7 +192,7 @@ def test_the_error_of_the_one_constructor_goes_to_all_makers(mesh: Mesh) -> None
     for worker, rref in zip(WORKERS, rrefs, strict=True):
         with pytest.raises(KeyError, match="own error"):
             mesh.run(worker, rref.to_here)
-    assert Made.count == 1
+    assert len(made) == 1
 
 
 def test_a_maker_that_was_told_of_a_failed_actor_gets_its_error(mesh: Mesh) -> None:
