@@ -323,6 +323,7 @@ def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
     assert search.result(SOON) == 5
 
 
+@pytest.mark.system
 @pytest.mark.zrpc(workers=4)
 @pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
 def test_a_loss_in_the_midst_of_claims_leaves_no_name_without_an_actor(
