@@ -13,7 +13,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.targets import echo
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.membership.failure_detector import Reason
 from zrpc.services.collectives import Collectives
 from zrpc.testing import Mesh, faults
@@ -21,7 +21,6 @@ from zrpc.testing import Mesh, faults
 pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 
 NAMES = ["worker0", "worker1", "worker2"]
-SOON = 20.0
 
 
 def gather(*args: Any, **kwargs: Any) -> Any:
@@ -217,13 +216,6 @@ def test_one_that_was_declared_dead_and_has_ended_is_not_counted(mesh: Mesh) -> 
     assert [f.result(SOON) for f in futures] == [{"worker0": 0, "worker1": 1}] * 2
 
 
-def test_without_an_agent() -> None:
-    for name, args in (("_all_gather", (1,)), ("_barrier", (NAMES,)), ("_wait_all_workers", ())):
-        with pytest.raises(rpc.NotInitializedError, match="RPC has not been initialized"):
-            getattr(rpc.api, name)(*args)
-
-
-@pytest.mark.system
 def test_all_workers_that_an_agent_knows(mesh: Mesh) -> None:
     """Programs find them by torch's private name."""
 
@@ -233,11 +225,3 @@ def test_all_workers_that_an_agent_knows(mesh: Mesh) -> None:
 
     infos = [rpc.WorkerInfo(name, rank) for rank, name in enumerate(NAMES)]
     assert mesh.run(2, run) == (infos, infos[2], infos[1])
-    mesh.run(1, rpc.shutdown, graceful=False)
-    gone = threading.Event()
-    mesh.run(0, rpc.on_worker_lost, lambda _: gone.set())
-    assert gone.wait(SOON)
-    assert mesh.run(0, lambda: rpc._get_current_rpc_agent().get_worker_infos()) == [
-        infos[0],
-        infos[2],
-    ]

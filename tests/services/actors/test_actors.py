@@ -13,7 +13,8 @@ import torch
 import zrpc
 from tests.support.gates import Gate
 from tests.support.identity import Same
-from tests.support.waiting import SOON, until
+from tests.support.targets import Unreadable
+from tests.support.waiting import until
 from zrpc.testing import Mesh
 
 pytestmark = [
@@ -108,12 +109,6 @@ class Parallel(Log):
     """Inherits the mark; in tests it is made with another one."""
 
 
-@pytest.fixture
-def gate() -> Any:
-    with Gate() as gate:
-        yield gate
-
-
 def busy(gate: Gate) -> tuple[Any, Any]:
     """Returns an actor and its call that runs until the gate is opened."""
     log = zrpc.remote(1, Log)
@@ -153,18 +148,6 @@ def test_what_can_t_be_an_actor_or_concurrent_is_refused() -> None:
         zrpc.concurrent(0)
 
 
-def test_an_undecorated_class_runs_its_calls_all_at_once(gate: Gate) -> None:
-    class Plain:
-        def wait(self, gate: Gate) -> None:
-            gate.wait_inside()
-
-    plain = zrpc.remote(1, Plain)
-    futures = [plain.rpc_async().wait(gate) for _ in range(3)]
-    gate.await_entry(3)
-    gate.open()
-    zrpc.wait_all(futures)
-
-
 # -- one at a time, or more --------------------------------------------------------------------
 
 
@@ -173,17 +156,6 @@ def test_calls_run_one_at_a_time_in_threads_and_across_awaits() -> None:
     futures = [getattr(log.rpc_async(), ("note", "sleep")[n % 2])(n) for n in range(100)]
     assert zrpc.wait_all(futures) == list(range(100))
     assert log.rpc_sync().seen() == (list(range(100)), 1)
-
-
-def test_an_instance_is_an_actor_by_all_its_rrefs(gate: Gate) -> None:
-    instance = Log()
-    first, second = zrpc.RRef(instance), zrpc.RRef(instance)
-    futures = [first.rpc_async().wait(gate), second.rpc_async().note(1), first.rpc_async().note(2)]
-    gate.await_entry()
-    assert waits(futures[1])
-    assert waits(futures[2])
-    gate.open()
-    assert zrpc.wait_all(futures) == ["wait", 1, 2]
 
 
 class Unmarked:
@@ -219,7 +191,9 @@ def test_rrefs_that_an_actor_makes_to_itself_are_the_same_actor(cls: Any, concur
     rrefs = [actor, actor.remote().me(), *actor.rpc_sync().handles()]
     zrpc.wait_all([rref.rpc_async().work() for rref in rrefs * 3])
     assert actor.rpc_sync().work() == concurrency
-    actor.stop()
+    rrefs[1].stop()
+    with pytest.raises(zrpc.RpcTimeoutError):
+        zrpc.get_actor("self", timeout=0.01)
     for rref in rrefs:
         refused(f"the actor {cls.__name__} 'self' on worker1 was stopped", rref.rpc_sync().work)
 
@@ -349,16 +323,6 @@ def test_a_property_is_read_in_the_turn_of_the_call_that_needs_it(gate: Gate) ->
     assert log.rpc_sync().seen() == (["wait", "property", "made"], 1)
 
 
-def test_a_copy_of_an_actor_is_taken_in_its_turn(gate: Gate) -> None:
-    numbers = zrpc.remote(1, zrpc.actor(list, concurrency=1), args=([1],))
-    numbers.rpc_async().append(2)
-    assert numbers.to_here() == [1, 2]
-    waiting = zrpc.remote(1, zrpc.actor(Parallel))
-    waiting.rpc_async().wait(gate)
-    with pytest.raises(zrpc.RpcTimeoutError, match=r"Parallel\.to_here on worker1"):
-        waiting.to_here(timeout=0.1)
-
-
 # -- the ends of calls -------------------------------------------------------------------------
 
 
@@ -374,11 +338,6 @@ def test_a_call_that_is_cancelled_or_times_out_while_it_waits_never_runs(gate: G
     gate.open()
     assert zrpc.wait_all([first, *waiting[1::2]]) == ["wait", 1, 3, 5, 7, 9]
     assert log.rpc_sync().seen()[0] == ["wait", 1, 3, 5, 7, 9]
-
-
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
 
 
 def test_a_call_that_can_t_be_pickled_read_or_found_leaves_no_gap() -> None:
@@ -477,129 +436,7 @@ def test_what_waits_of_all_callers_together_is_bounded(gate: Gate) -> None:
     running.wait()
 
 
-# -- ready and stop ----------------------------------------------------------------------------
-
-
-class Closing(Log):
-    def __init__(self, closed: list[Any]) -> None:
-        super().__init__()
-        self.closed = closed
-
-    def close(self) -> None:
-        assert self.running == 0
-        self.closed.append(self.calls)
-
-
 class Slow(Log):
     def __init__(self, gate: Gate) -> None:
         gate.wait_inside()
         super().__init__()
-
-
-def test_ready_waits_until_the_actor_is_made_and_not_for_its_calls(gate: Gate) -> None:
-    busy(gate)[0].ready()
-    with Gate() as making:
-        log = zrpc.remote(1, Slow, args=(making,))
-        with pytest.raises(zrpc.RpcTimeoutError):
-            log.ready(timeout=0.05)
-        making.open()
-        log.ready()
-
-
-def broken() -> None:
-    raise KeyError("broken")
-
-
-def test_ready_and_stop_raise_what_the_constructor_has_raised() -> None:
-    for to in (0, 1):
-        made = zrpc.remote(to, broken)
-        for use in (made.ready, made.stop):
-            with pytest.raises(KeyError, match="broken"):
-                use()
-    zrpc.RRef(1).ready()
-    with pytest.raises(zrpc.RpcError, match="is none: it is a dict"):
-        zrpc.remote(1, dict).stop()
-
-
-@pytest.mark.parametrize("to", [0, 1])
-def test_stop_fails_what_waits_and_closes_after_what_runs(
-    caller: Mesh, gate: Gate, to: int
-) -> None:
-    log = zrpc.remote(to, Closing, args=([],))
-    running, waiting = log.rpc_async().wait(gate), log.rpc_async().note(1)
-    gate.await_entry()
-    kept = log.local_value() if to == 0 else None
-    stops = [caller.submit(0, log.stop) for _ in range(2)]
-    what = rf"the actor Closing on worker{to} was stopped by worker0"
-    refused(what, waiting.wait)
-    gate.open()
-    assert running.wait() == "wait"
-    for stop in stops:
-        stop.result(SOON)
-    log.stop()
-    for use in (lambda: log.rpc_sync().note(2), log.rpc_async().note(2).wait, log.to_here):
-        refused(what, use)
-    if kept is not None:
-        assert kept.closed == [["wait"]]
-
-
-def test_stop_fails_what_waits_for_the_constructor(caller: Mesh, gate: Gate) -> None:
-    log = zrpc.remote(1, Slow, args=(gate,), name="slow")
-    gate.await_entry()
-    waiting = [log.rpc_async().note(1), log.rpc_async().note(2)]
-    stop = caller.submit(0, log.stop)
-    until(lambda: len(caller.agent(1).callee.requests) == 4)  # the constructor's, and these
-    gate.open()
-    for future in waiting:
-        refused("was stopped by worker0", future.wait)
-    stop.result(SOON)
-    zrpc.remote(0, Closing, args=([],), name="slow").stop()
-
-
-def test_stop_raises_what_close_has_raised_and_the_actor_is_gone() -> None:
-    class Bad(Log):
-        async def close(self) -> None:
-            await asyncio.sleep(0)
-            raise KeyError("close")
-
-    log = zrpc.remote(1, Bad)
-    with pytest.raises(KeyError, match="close"):
-        log.stop()
-    with pytest.raises(zrpc.RpcError, match="was stopped"):
-        log.rpc_sync().note(1)
-
-
-class Retiring(Closing):
-    def retire(self, gate: Gate) -> str:
-        zrpc.get_actor("retiring").stop()
-        gate.wait_inside()
-        return "retired"
-
-    async def retire_soon(self, me: zrpc.RRef[Any]) -> str:
-        await asyncio.sleep(0)
-        me.stop()
-        me.stop()
-        return "retired"
-
-
-@pytest.mark.parametrize(("to", "concurrency"), [(0, 1), (1, 1), (1, 2)])
-def test_an_actor_that_stops_itself_ends_after_that_call(
-    gate: Gate, to: int, concurrency: int
-) -> None:
-    kind = zrpc.actor(Retiring, concurrency=concurrency)
-    actor = zrpc.remote(to, kind, args=([],), name="retiring")
-    calls = [actor.rpc_async().retire(gate)]
-    gate.await_entry()
-    with pytest.raises(
-        zrpc.RpcError, match=f"Retiring 'retiring' on worker{to} was stopped by worker{to}"
-    ):
-        actor.rpc_sync().note(1)
-    gate.open()
-    assert calls[0].wait() == "retired"
-    actor.stop()  # waits for the first one
-    with pytest.raises(zrpc.RpcTimeoutError):
-        zrpc.get_actor("retiring", timeout=0.01)
-    another = zrpc.remote(to, kind, args=([],))
-    assert another.rpc_sync().retire_soon(another) == "retired"
-    with pytest.raises(zrpc.RpcError, match="was stopped"):
-        another.rpc_sync().note(1)

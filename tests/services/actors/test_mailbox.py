@@ -123,9 +123,7 @@ def test_each_caller_s_calls_begin_in_order_and_none_is_stuck(
 
 
 @given(seed=st.integers(0, 2**32), lost=st.sets(st.integers(0, 9)))
-def test_lost_messages_hold_up_the_others_only_until_they_are_known_to_be_lost(
-    seed: int, lost: set[int]
-) -> None:
+def test_lost_messages_hold_up_others_only_until_that_is_known(seed: int, lost: set[int]) -> None:
     owner = Owner(concurrency=20)
     sent = [number for number in range(10) if number not in lost]
     random.Random(seed).shuffle(sent)

@@ -38,6 +38,3 @@ class Attached:
 
     def read_to_end(self) -> str:
         return self._seen + b"".join(iter(lambda: self._socket.recv(4096), b"")).decode()
-
-    def detach(self) -> None:
-        self._socket.close()

@@ -150,22 +150,6 @@ def test_quitting_raises_in_the_handler(mesh: Mesh) -> None:
     assert mesh.run(0, zrpc.rpc_sync, 1, max, (1, 2)) == 2
 
 
-def test_detached_breakpoint_waits_for_the_next_terminal(
-    mesh: Mesh, capfd: pytest.CaptureFixture[str]
-) -> None:
-    called = mesh.submit(0, zrpc.rpc_sync, 1, stops, (1,))
-    terminal = prompt(mesh)
-    terminal.detach()
-    terminal = Attached(mesh, 1)
-    assert terminal.read_until("(Pdb) ").startswith("-- worker1 (rank 1)")
-    assert not called.done()
-    terminal.send("p number")
-    terminal.read_until("1\n(Pdb) ")
-    terminal.send("c")
-    assert called.result(SOON) == 3
-    assert capfd.readouterr().err.count("run on this host as this user: zrpc debug 1\n") == 2
-
-
 @pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_one_prompt_at_a_time_and_other_handlers_run_meanwhile(mesh: Mesh) -> None:
     calls = [mesh.run(0, zrpc.rpc_async, 1, stops, (n,)) for n in range(2)]

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
+import zrpc
 from tests.services.shm.conftest import _nothing_is_left  # noqa: F401
-from tests.support.gates import Gate
 
 
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    """A gate at which handlers wait; open at the end."""
-    with Gate() as gate:
-        yield gate
+def outcomes(call: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Makes a call that fails for some; returns each one's result, or the class of its error."""
+    with pytest.raises(zrpc.GroupError) as caught:
+        call(*args, **kwargs)
+    errors = {place: type(error) for place, error in caught.value.errors.items()}
+    return [each for _, each in sorted({**caught.value.results, **errors}.items())]

@@ -88,11 +88,6 @@ def test_each_needs_as_many_values_as_members() -> None:
         Each("ab").values(3)
 
 
-def test_values_that_occur_several_times_are_known() -> None:
-    once, twice = [1], [2]
-    assert Each([once, twice, twice, 7, 7]).repeated() == {id(twice)}
-
-
 @pytest.mark.zrpc(workers=2)
 def test_marks_are_for_groups(mesh: Any) -> None:
     with mesh.agent(0).as_current():

@@ -1,4 +1,4 @@
-"""What goes to all members: packed once, and once in shared memory."""
+"""What goes to all members: packed once for equal device maps, and once in shared memory."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 
 import zrpc
 from tests.services.shm.sharing import MIB, large, service_of, until_returned
-from tests.support.waiting import until
-from zrpc.testing import Mesh
+from tests.support.agents import joined
+from zrpc.agent.agent import Agent
+from zrpc.testing import FakeDevice, Mesh, Operation, fake_device
 
 pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
 LARGE_BYTES = MIB  # of `large`
@@ -56,14 +57,6 @@ def test_a_tensor_lies_once_in_shared_memory(caller: Mesh) -> None:
     until_returned(service_of(caller, 0))
 
 
-def test_a_value_for_two_of_three_lies_once_in_shared_memory(caller: Mesh) -> None:
-    before, one, other = shared_bytes(), large(1), large(2)
-    found = zrpc.rpc_sync(zrpc.group("worker[123]"), total, (zrpc.each([one, other, one]),))
-    assert found == [one.sum().item(), other.sum().item(), one.sum().item()]
-    assert shared_bytes() - before < 2 * LARGE_BYTES + 20_000
-    until_returned(service_of(caller, 0))
-
-
 def test_large_arrays_and_pickles_too(caller: Mesh) -> None:
     numpy = pytest.importorskip("numpy")
     before, text = shared_bytes(), "x" * MIB
@@ -86,21 +79,6 @@ def test_a_full_pool(caller: Mesh) -> None:
             assert torch.equal(values, large(number))
     kept.rpc_sync().clear()
     until_returned(service_of(caller, 0))
-
-
-def test_a_call_that_is_not_sent_leaves_nothing(caller: Mesh) -> None:
-    class Unpicklable:
-        def __reduce__(self) -> Any:
-            raise LookupError("not me")
-
-    with pytest.raises(zrpc.GroupError) as caught:
-        zrpc.rpc_sync(
-            zrpc.group("worker[123]"), total, (large(1), zrpc.each([1, Unpicklable(), 2]))
-        )
-    assert [*caught.value.errors] == [1]
-    until_returned(service_of(caller, 0))
-    tensor = large(2)
-    assert zrpc.rpc_sync(zrpc.group("worker[123]"), total, (tensor,)) == [tensor.sum().item()] * 3
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -128,32 +106,48 @@ def test_a_program_may_raise_the_error_of_a_member(caller: Mesh, waits: bool) ->
         until_returned(service_of(caller, worker))
 
 
-@pytest.mark.system
-@pytest.mark.zrpc(workers=4, processes=True)
-def test_a_member_that_dies_returns_its_loan(mesh: Mesh) -> None:
-    def hold() -> int:
-        values = zrpc.remote(zrpc.group("worker[123]"), list, ([],))
-        values.rpc_sync().append(large(1))
-        import zrpc.testing.spec as anywhere
+SAME, SWAPPED = {"fake:0": "fake:0"}, {"fake:0": "fake:1", "cpu": "fake:0"}
 
-        anywhere.__dict__["values"] = values
-        return len(zrpc.rpc_sync(zrpc.group("worker[123]"), total, (large(1),)))
 
-    def go_on() -> Any:
-        import zrpc.testing.spec as anywhere
-        from zrpc.agent.current import current_agent
-        from zrpc.services.shm.service import SharedMemoryService
+@pytest.fixture
+def device() -> FakeDevice:
+    return fake_device()
 
-        values = anywhere.__dict__.pop("values")
-        try:
-            values.rpc_sync().clear()
-        except zrpc.GroupError as error:
-            lost = {place: type(each).__name__ for place, each in error.errors.items()}
-        pool = current_agent().service(SharedMemoryService).pool
-        until(lambda: not pool.lent, "all is returned")
-        found = zrpc.rpc_sync(zrpc.group("worker[13]"), total, (large(2),))
-        return lost, [each == large(2).sum().item() for each in found]
 
-    assert mesh.run(0, hold) == 3
-    mesh.kill(2)
-    assert mesh.run(0, go_on) == ({1: "OwnerDied"}, [True, True])
+def devices_of(*values: torch.Tensor) -> list[str]:
+    return [str(value.device) for value in values]
+
+
+def copies(operations: list[Operation]) -> list[str]:
+    return [each.name for each in operations if each.name in ("to_cpu", "from_cpu")]
+
+
+def call(agents: list[Agent], *members: str, args: Any) -> list[Any]:
+    with agents[0].as_current():
+        return zrpc.rpc_sync(zrpc.group(members), devices_of, args)
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+def test_members_with_the_same_map_share_a_packing(device: FakeDevice, size: int) -> None:
+    maps = {"worker1": SAME, "worker2": SAME, "worker3": SWAPPED}
+    tensors = torch.ones(size).to("fake:0"), torch.ones(size)
+    with joined({"device_maps": maps}, {}, {}, {}) as agents:
+        with device.record() as operations:
+            found = call(agents, "worker1", "worker2", args=tensors)
+        assert found == [["fake:0", "cpu"]] * 2
+        assert sorted(copies(operations)) == ["from_cpu", "from_cpu", "to_cpu"]
+        with device.record() as operations:
+            found = call(agents, "worker1", "worker2", "worker3", "worker0", args=tensors)
+        assert found == [
+            *[["fake:0", "cpu"]] * 2,
+            ["fake:1", "fake:0"],
+            ["fake:0", "cpu"],
+        ]
+        assert copies(operations).count("to_cpu") == 3
+
+
+def test_each_member_gets_its_own_values_by_its_own_map(device: FakeDevice) -> None:
+    with joined({"device_maps": {"worker1": SAME, "worker2": SWAPPED}}, {}, {}) as agents:
+        x = torch.arange(4.0).to("fake:0")
+        for args in ((zrpc.split(x),), (zrpc.each([x, x]),)):
+            assert call(agents, "worker1", "worker2", args=args) == [["fake:0"], ["fake:1"]]

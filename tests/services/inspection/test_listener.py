@@ -38,6 +38,7 @@ class Asked:
     """A listener that notes what it is asked, and answers with a large line."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.questions: list[str] = []
         self.hold = threading.Event()
         self.hold.set()
@@ -69,10 +70,8 @@ def visit(path: Path) -> socket.socket:
     return connection
 
 
-def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
-    asked: Asked, tmp_path: Path
-) -> None:
-    with visit(tmp_path) as connection:
+def test_a_question_in_pieces_and_a_large_answer(asked: Asked) -> None:
+    with visit(asked.path) as connection:
         asked.listener.admit()
         connection.sendall(b"se")
         assert asked.questions == []
@@ -84,9 +83,9 @@ def test_a_question_in_pieces_and_an_answer_larger_than_the_socket_takes(
     assert asked.questions == [SELF]
 
 
-def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
+def is_sent_away(asked: Asked, sent: bytes) -> None:
     """Checks that a visitor who sends this gets no answer, and that its question is not asked."""
-    with visit(path) as connection:
+    with visit(asked.path) as connection:
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)
         asked.listener.admit()
@@ -94,21 +93,21 @@ def is_sent_away(asked: Asked, path: Path, sent: bytes) -> None:
     assert asked.questions == []
 
 
-def test_a_visitor_is_sent_away_that_asks_nothing_or_too_much_or_does_not_end(
-    asked: Asked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_visitors_without_a_question_are_sent_away(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for sent in (b"", b"x" * 1000):
-        is_sent_away(asked, tmp_path, sent)
+        is_sent_away(asked, sent)
     monkeypatch.setattr(listening, "STEP_SECONDS", 0.01)
-    with visit(tmp_path) as connection:
+    with visit(asked.path) as connection:
         asked.listener.admit()
         assert _read(connection) == b""
 
 
-def test_a_visitor_that_does_not_wait_for_its_answer_is_no_error(
-    asked: Asked, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_a_visitor_that_leaves_early_is_no_error(
+    asked: Asked, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with visit(tmp_path) as connection:
+    with visit(asked.path) as connection:
         connection.sendall(b"self\n")
         asked.listener.admit()
     until(lambda: not visits())
@@ -116,9 +115,9 @@ def test_a_visitor_that_does_not_wait_for_its_answer_is_no_error(
     assert not caplog.records
 
 
-def test_visitors_are_few_at_the_same_time(asked: Asked, tmp_path: Path) -> None:
+def test_visitors_are_few_at_the_same_time(asked: Asked) -> None:
     asked.hold.clear()
-    connections = [visit(tmp_path) for _ in range(listening.MAX_VISITORS + 2)]
+    connections = [visit(asked.path) for _ in range(listening.MAX_VISITORS + 2)]
     for connection in connections:
         connection.sendall(b"self\n")
     for _ in connections:
@@ -138,13 +137,10 @@ def _arrived(connection: socket.socket) -> bool:
 
 
 def test_another_user_is_refused(
-    asked: Asked,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    asked: Asked, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(listening, "peer_of", lambda _: (1, os.geteuid() + 1))
-    is_sent_away(asked, tmp_path, b"self\n")
+    is_sent_away(asked, b"self\n")
     assert "Refused to tell user" in caplog.text
 
 
@@ -169,9 +165,7 @@ def test_a_worker_is_asked_also_if_the_mesh_uses_tcp_and_its_snapshot_travels(me
             Snapshot.parse(wrong)
 
 
-def test_meshes_are_distinguished_wherever_their_sockets_are(
-    mesh: Mesh, make_mesh: MakeMesh
-) -> None:
+def test_meshes_are_told_apart_by_their_answers(mesh: Mesh, make_mesh: MakeMesh) -> None:
     other = make_mesh(3)
     expected = {str(directory(m, i)) for m in (mesh, other) for i in range(len(m))}
     paths = [path for path in directories() if str(path) in expected]
@@ -202,9 +196,7 @@ def test_a_socket_where_this_user_may_not_look_is_none_of_a_worker(
 
 @pytest.mark.system
 @pytest.mark.zrpc(options={"transport": "tcp"})
-def test_a_member_asks_those_on_other_hosts(
-    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_asks_other_hosts(make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     mesh, _ = mesh_on_hosts(make_mesh, monkeypatch, workers=2)
     [here], rest = meshes(ask([directory(mesh)], SOON))
     assert rest == []

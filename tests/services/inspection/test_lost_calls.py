@@ -32,7 +32,10 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
-pytestmark = pytest.mark.zrpc(workers=2, faults=True, options={"shared_memory": 0})
+pytestmark = [
+    pytest.mark.system,
+    pytest.mark.zrpc(workers=2, faults=True, options={"shared_memory": 0}),
+]
 
 OFTEN = 0.05
 SMALL, LARGE = b"x", b"x" * BULK_BYTES
@@ -58,12 +61,6 @@ def often(mesh: Mesh) -> None:
     ask_often(mesh, OFTEN)
 
 
-@pytest.fixture
-def caller(mesh: Mesh) -> Any:
-    with mesh.agent(0).as_current():
-        yield mesh
-
-
 def echo_late(value: Any, seconds: float) -> Any:
     time.sleep(seconds)
     return value
@@ -81,7 +78,6 @@ def unasked(mesh: Mesh) -> Iterator[None]:
         rules.forget(MemberId(1))  # also a question that was answered meanwhile
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("way", [(0, 1), (1, 0)], ids=["call", "answer"])
 def test_a_wait_for_a_lost_message_fails_and_others_go_on(
@@ -101,7 +97,6 @@ def test_a_wait_for_a_lost_message_fails_and_others_go_on(
     assert before.wait() == "in"
 
 
-@pytest.mark.system
 def test_what_takes_long_is_not_lost(caller: Mesh) -> None:
     """Handlers, and messages of all sizes in both directions, by a network that is slow."""
     source = random.Random(7)
@@ -129,7 +124,6 @@ def no_descriptors(mesh: Mesh, sender: int, receiver: int) -> Iterator[threading
         yield refused
 
 
-@pytest.mark.system
 def test_an_answer_that_waits_for_descriptors_is_not_lost(caller: Mesh) -> None:
     """Else the callee would say that it does not have the call."""
     with no_descriptors(caller, 1, 0) as refused:
@@ -140,7 +134,6 @@ def test_an_answer_that_waits_for_descriptors_is_not_lost(caller: Mesh) -> None:
     assert future.wait() == 1
 
 
-@pytest.mark.system
 def test_nothing_is_asked_while_messages_wait_for_descriptors(caller: Mesh) -> None:
     with unasked(caller), faults.drop(caller, 0, 1) as fault:
         future = zrpc.rpc_async(1, echo, (1,), timeout=0)
@@ -155,7 +148,6 @@ def test_nothing_is_asked_while_messages_wait_for_descriptors(caller: Mesh) -> N
         future.wait()
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(options={"shared_memory": 0, "max_bytes_in_flight": 10_000})
 def test_what_waits_for_room_is_not_lost(caller: Mesh, door: Gate) -> None:
     first = zrpc.rpc_async(1, knock, timeout=0)
@@ -175,7 +167,6 @@ def test_words_of_nonsense_are_refused(caller: Mesh, caplog: pytest.LogCaptureFi
         until(lambda: caplog.text.count("ProtocolError: expected") == number)  # noqa: B023
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("size", [1, BULK_BYTES], ids=["small", "large"])
 def test_a_service_is_notified_whose_messages_are_lost(caller: Mesh, size: int) -> None:
     """Also where they have no answer; they count as received then."""

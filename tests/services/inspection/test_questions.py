@@ -51,9 +51,7 @@ def test_an_answer_is_waited_for_longer_each_time_and_then_asked_for_soon(rules:
     assert [number_of(rules, now) for now in (35.5, 36.0)] == [0, 7]  # as patient as at first
 
 
-def test_the_silence_of_a_peer_does_not_delay_the_questions_about_later_calls(
-    rules: Questions,
-) -> None:
+def test_the_silence_of_a_peer_does_not_delay_later_questions(rules: Questions) -> None:
     numbers = [number_of(rules, float(now), [7]) for now in range(29)]
     assert numbers[28]
     rules.ask_only((), 29.0)  # the call has timed out, and the peer is back

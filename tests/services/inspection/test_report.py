@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import asyncio
 import json
 import threading
@@ -19,7 +18,6 @@ from tests.support import waiting_circle
 from tests.support.gates import Gate
 from tests.support.identity import event
 from tests.support.waiting import SOON, until
-from zrpc.services.inspection import stacks
 from zrpc.services.inspection.collect import take_snapshot
 from zrpc.services.inspection.discovery import MeshView, ask, meshes
 from zrpc.services.inspection.report import Report
@@ -199,18 +197,8 @@ def test_a_worker_as_text(caller: Mesh, door: Gate) -> None:
 
 # -- threads and coroutines --------------------------------------------------------------------
 
-ROOM = sorted(Path(stacks.__file__).parent.glob("*.py"))
+
 # By these, code sees the local variables of other functions and their names.
-LOCALS = {"f_locals", "co_varnames", "co_names", "co_cellvars", "co_freevars", "cr_locals"}
-
-
-def test_no_local_variable_is_found_by_its_name_but_the_parameter_of_wait_all() -> None:
-    """So that one that is renamed in another room breaks nothing here."""
-    nodes = [node for path in ROOM for node in ast.walk(ast.parse(path.read_text()))]
-    found = [each.attr for each in nodes if isinstance(each, ast.Attribute) and each.attr in LOCALS]
-    assert found == ["f_locals"]
-
-
 def running(mesh: Mesh, rank: int) -> list[Activity]:
     return [each for each in activities(mesh.agent(rank)) if each.request is not None]
 
@@ -221,9 +209,7 @@ def awaits_later() -> object:
 
 
 @pytest.mark.parametrize("handler", [knock_and_await, awaits_later])
-def test_a_coroutine_is_not_in_the_thread_that_began_it(
-    mesh: Mesh, door: Gate, handler: object
-) -> None:
+def test_a_coroutine_is_in_no_thread(mesh: Mesh, door: Gate, handler: object) -> None:
     args = ("worker0",) if handler is knock_and_await else ()
     with mesh.agent(0).as_current():
         future = zrpc.rpc_async("worker1", handler, args=args)  # type: ignore[arg-type]
@@ -243,9 +229,7 @@ async def calls_and_sleeps() -> str:
 
 
 @pytest.mark.system
-def test_a_call_that_a_coroutine_does_not_await_yet_is_none_that_it_waits_for(
-    caller: Mesh, door: Gate
-) -> None:
+def test_a_coroutine_waits_only_for_what_it_awaits(caller: Mesh, door: Gate) -> None:
     future = zrpc.rpc_async("worker1", calls_and_sleeps)
     door.await_entry()
     until(lambda: all(each.task for each in running(caller, 1)))  # it sleeps
@@ -271,9 +255,7 @@ def knock_with(_: bytes) -> str:
 
 
 @pytest.mark.zrpc(options={"max_bytes_in_flight": 10_000, "shared_memory": 0})
-def test_a_handler_that_waits_for_room_waits_for_the_call_that_needs_it(
-    caller: Mesh, door: Gate
-) -> None:
+def test_a_handler_waits_for_the_call_that_needs_room(caller: Mesh, door: Gate) -> None:
     future = zrpc.rpc_async("worker1", calls_twice, args=(9_000,))
     door.await_entry()
     calls = caller.agent(1).caller.calls

@@ -122,9 +122,7 @@ def test_a_time_out_says_that_a_value_is_waited_for(caller: Mesh, door: Gate) ->
     assert rref.to_here() == "in"
 
 
-def test_callbacks_that_compute_hold_up_neither_questions_nor_answers(
-    caller: Mesh, door: Gate
-) -> None:
+def test_callbacks_hold_up_neither_questions_nor_answers(caller: Mesh, door: Gate) -> None:
     for rank in range(2):
         with caller.agent(rank).as_current():
             zrpc.rpc_async(rank, max, args=(1, 2)).then(lambda _: knock())

@@ -7,6 +7,7 @@ import gc
 import inspect
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -24,11 +25,16 @@ from zrpc.testing import Mesh
 LOGGER = "zrpc.inspection.stuck"
 
 
-def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The warnings about calls since this was last called."""
-    found = [each.getMessage() for each in caplog.records if each.name == LOGGER]
-    caplog.clear()
-    return found
+@pytest.fixture
+def warned(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """Returns the warnings about calls since this was last called."""
+
+    def take() -> list[str]:
+        found = [each.getMessage() for each in caplog.records if each.name == LOGGER]
+        caplog.clear()
+        return found
+
+    return take
 
 
 def stuck(mesh: Mesh, limit: float = 30.0) -> StuckCalls:
@@ -50,10 +56,10 @@ def later(seconds: float) -> float:
 @pytest.mark.system
 @pytest.mark.zrpc(options={"warn_after": 0.2})
 def test_a_waiting_call_is_named_with_its_line_and_its_callee(
-    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
+    mesh: Mesh, door: Gate, warned: Any
 ) -> None:
     waits = mesh.submit(0, knock_at, "worker1")
-    [text] = until(lambda: warned(caplog))
+    [text] = until(warned)
     line = inspect.getsourcelines(knock_at)[1] + 1
     assert text.startswith("worker0 (rank 0) waits for a call:\n- knock at worker1 (rank 1), ")
     assert f"for which zrpc-test-worker0-main waits at {doors.__file__}:{line} in knock_at" in (
@@ -64,46 +70,63 @@ def test_a_waiting_call_is_named_with_its_line_and_its_callee(
     assert waits.result() == "in"
 
 
-@pytest.mark.parametrize("handler", [knock_at, knock_and_await])
-def test_a_waiting_handler_reports_which_worker_it_waits_for(
-    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture, handler: Any
+def waits_for_all(worker: str) -> Any:
+    return zrpc.wait_all([zrpc.rpc_async(worker, knock) for _ in range(2)])
+
+
+def waits_by_torch(worker: str) -> Any:
+    return torch.futures.wait_all([zrpc.rpc_async(worker, knock) for _ in range(2)])
+
+
+async def gathers(worker: str) -> Any:
+    return await asyncio.gather(*[knock_and_await(worker) for _ in range(2)])
+
+
+@pytest.mark.parametrize(
+    "handler", [knock_at, knock_and_await, waits_for_all, waits_by_torch, gathers]
+)
+def test_a_waiting_handler_reports_which_calls_it_waits_for(
+    mesh: Mesh, door: Gate, warned: Any, handler: Any
 ) -> None:
+    several = handler not in (knock_at, knock_and_await)
     waits = mesh.submit(1, zrpc.rpc_sync, "worker0", handler, ("worker1",))
-    await_waiting(mesh, 1)
+    await_waiting(mesh, 1 + several)
     stuck(mesh).check_calls(later(31))
-    [text] = warned(caplog)
+    [text] = warned()
     assert "- knock at worker1 (rank 1), for which " in text
-    assert f"{doors.__file__}:" in text
-    assert f"running {handler.__name__} for worker1 (rank 1), for 31." in text
+    assert ("the longest of 2 such calls" in text) == several
+    assert (
+        f" in {handler.__name__}, running {handler.__name__} for worker1 (rank 1), for 31." in text
+    )
     door.opened.set()
-    assert waits.result() == "in"
+    assert waits.result() == (["in", "in"] if several else "in")
 
 
-def test_each_call_is_named_once_together_with_those_that_began_about_then(
-    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
+def test_each_call_is_named_once_with_those_that_began_then(
+    caller: Mesh, door: Gate, warned: Any
 ) -> None:
     rules = stuck(caller)
     futures = [zrpc.rpc_async("worker1", knock) for _ in range(3)]
     door.await_entry(3)
     rules.check_calls(later(20))
     stuck(caller, limit=0).check_calls(later(1e6))  # no limit
-    assert warned(caplog) == []
+    assert warned() == []
     rules.check_calls(later(30))
-    [text] = warned(caplog)
+    [text] = warned()
     assert "waits for 3 calls" in text
     assert "the longest of 3 such calls" in text
     assert "\nRank 1 is alive.\n" in text
     rules.check_calls(later(60))
-    assert warned(caplog) == []
+    assert warned() == []
     first = caller.agent(0).caller.calls.in_flight()[0].begun
     time.sleep(time.monotonic() - first)  # now the others are older than half of its age
     futures.append(zrpc.rpc_async("worker1", knock))
     rules.check_calls(later(90))
-    [text] = warned(caplog)
+    [text] = warned()
     assert "waits for a call:" in text
     last = caller.agent(0).caller.calls.in_flight()[-1].begun
     stuck(caller, limit=last - first).check_calls(last + 0.001)
-    [text] = warned(caplog)
+    [text] = warned()
     assert "waits for 3 calls" in text  # the other is younger than half of the limit
     door.opened.set()
     assert [future.wait() for future in futures] == ["in"] * 4
@@ -119,12 +142,10 @@ def named(name: str) -> Any:
     return function
 
 
-def test_many_places_are_not_all_listed(
-    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_many_places_are_not_all_listed(caller: Mesh, door: Gate, warned: Any) -> None:
     futures = [zrpc.rpc_async("worker1", named(f"function{i}")) for i in range(12)]
     stuck(caller).check_calls(later(31))
-    [text] = warned(caplog)
+    [text] = warned()
     assert "waits for 12 calls" in text
     assert text.count("\n- function") == 10
     assert "- and others, in 2 more places" in text
@@ -132,49 +153,19 @@ def test_many_places_are_not_all_listed(
     assert [future.wait() for future in futures] == ["in"] * 12
 
 
-def test_what_remote_makes_may_take_its_time(
-    caller: Mesh, door: Gate, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_remote_makes_may_take_its_time(caller: Mesh, door: Gate, warned: Any) -> None:
     rref = zrpc.remote("worker1", knock)
     door.await_entry()
     rules = stuck(caller)
     rules.check_calls(later(31))
-    assert warned(caplog) == []
+    assert warned() == []
     waits = caller.submit(0, rref.to_here)
-    while len(caller.agent(0).caller.calls) < 2:
-        assert not waits.done()
-        time.sleep(0.001)  # it has no event
+    until(lambda: len(caller.agent(0).caller.calls) == 2)
     rules.check_calls(later(60))
-    [text] = warned(caplog)
+    [text] = warned()
     assert "- to_here at worker1 (rank 1), for which zrpc-test-worker0-main waits" in text
     door.opened.set()
     assert waits.result() == "in"
-
-
-def waits_for_all() -> Any:
-    return zrpc.wait_all([zrpc.rpc_async("worker1", knock) for _ in range(2)])
-
-
-def waits_by_torch() -> Any:
-    return torch.futures.wait_all([zrpc.rpc_async("worker1", knock) for _ in range(2)])
-
-
-async def gathers() -> Any:
-    return await asyncio.gather(*[knock_and_await("worker1") for _ in range(2)])
-
-
-@pytest.mark.parametrize("wait", [waits_for_all, waits_by_torch, gathers])
-def test_waits_for_several_calls_are_seen(
-    mesh: Mesh, door: Gate, caplog: pytest.LogCaptureFixture, wait: Any
-) -> None:
-    waits = mesh.submit(1, zrpc.rpc_sync, "worker0", wait)
-    await_waiting(mesh, 2)
-    stuck(mesh).check_calls(later(31))
-    [text] = warned(caplog)
-    assert "the longest of 2 such calls" in text
-    assert f" in {wait.__name__}, running {wait.__name__} for worker1 (rank 1)" in text
-    door.opened.set()
-    assert waits.result() == ["in", "in"]
 
 
 class Holder:
@@ -194,10 +185,3 @@ def test_a_call_does_not_keep_its_function(mesh: Mesh, door: Gate) -> None:
         assert gone() is None
     door.opened.set()
     assert future.wait() == "in"
-
-
-def test_the_option_is_checked() -> None:
-    assert zrpc.ZmqRpcBackendOptions().warn_after == 30
-    assert zrpc.ZmqRpcBackendOptions(warn_after=None).warn_after == 0
-    with pytest.raises(ValueError, match="warn_after"):
-        zrpc.ZmqRpcBackendOptions(warn_after=-1)

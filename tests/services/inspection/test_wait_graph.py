@@ -8,8 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import zrpc
+from zrpc.services.inspection.circles import Circle
 from zrpc.services.inspection.snapshot import Activity, Call, Frame, Member, Pool, Request, Snapshot
 from zrpc.services.inspection.wait_graph import WaitGraph
+from zrpc.wire.member_id import MemberId
 
 RANKS, POOL_SIZE = range(3), 2
 
@@ -91,3 +94,11 @@ def test_what_is_struck_out_is_what_can_end(data: st.DataObject) -> None:
     stuck = [activity for each, (_, activity) in enumerate(threads) if each not in ended]
     assert sorted(map(id, hopeless)) == sorted(map(id, stuck))
     assert bool(graph.cycles()) == bool(stuck)
+
+
+def test_bytes_that_are_no_circle_are_refused() -> None:
+    for body in (b"", b"{", b"[]", b"[[[1]], 1]", b'[[["a", 1]], ""]', b"\xff"):
+        with pytest.raises(zrpc.RpcError, match="expected a circle of calls"):
+            Circle.parse(body)
+    circle = Circle([(MemberId(1), 2)], "text \ud800")
+    assert Circle.parse(circle.dump()) == circle

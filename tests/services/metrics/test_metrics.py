@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,10 +22,10 @@ from zrpc.errors import OptionError
 from zrpc.launch.port import ReservedPort
 from zrpc.services.metrics.address import metrics_address
 from zrpc.testing import Mesh
+from zrpc.testing.plugin import MakeMesh
 
 ROOT = Path(__file__).parents[3]
 CALLS = 5
-MakeMesh = Callable[..., Mesh]
 
 
 class Page:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, ClassVar
 
@@ -13,7 +12,9 @@ import pytest
 
 import zrpc as rpc
 from tests.support.gates import Gate
+from tests.support.identity import emptied
 from tests.support.observed import living
+from tests.support.targets import Unreadable
 from tests.support.waiting import SOON, until
 from zrpc.services.names import claims
 from zrpc.services.names.messages import Ask
@@ -26,26 +27,21 @@ pytestmark = pytest.mark.zrpc(workers=3, timeout=60)
 WORKERS = ["worker0", "worker1", "worker2"]
 
 
-class Made:
-    """Counts how often it is made, and which instances live."""
+made: list[Any] = emptied([])
 
-    count = 0
-    lock = threading.Lock()
+
+class Made:
+    """Notes with what it was made, and which instances live."""
+
     living: ClassVar[weakref.WeakSet[Any]] = weakref.WeakSet()
 
     def __init__(self, value: Any = None) -> None:
-        with Made.lock:
-            Made.count += 1
+        made.append(value)
         Made.living.add(self)
         self.value = value
 
     def get(self) -> Any:
         return self.value
-
-
-@pytest.fixture(autouse=True)
-def _start_counting() -> None:
-    Made.count = 0
 
 
 class Failing:
@@ -81,9 +77,9 @@ def names_held(mesh: Mesh) -> list[int]:
 
 def test_an_actor_is_found_by_its_name_which_may_be_any_text_on_any_worker(mesh: Mesh) -> None:
     name = "Ä /\n'\"🙂"
-    made = mesh.run(0, make, "worker1", 5, name)
+    actor = mesh.run(0, make, "worker1", 5, name)
     assert mesh.run_all(get, name) == [5, 5, 5]
-    assert mesh.run(0, rpc.get_actor, name) == made
+    assert mesh.run(0, rpc.get_actor, name) == actor
     assert mesh.run(1, lambda: rpc.get_actor(name).is_owner())
     assert mesh.run(1, lambda: rpc.get_actor(name).local_value().value) == 5
 
@@ -98,7 +94,7 @@ def test_a_name_that_is_taken_is_refused_with_who_has_it(mesh: Mesh, owner: str)
         assert f"'replay' is taken by Made on {owner}, made by worker2 (rank 2)" in told
         assert "stop() if it is an actor's, else it lasts until the owner leaves" in told
         assert caught.value.executed is False
-    assert Made.count == 1
+    assert len(made) == 1
     mesh.run(0, make, "worker1", name="another")
 
 
@@ -106,44 +102,12 @@ def test_the_name_keeps_the_actor_alive_until_it_is_stopped(mesh: Mesh) -> None:
     mesh.run(0, make_and_forget)
     gc.collect()
     assert mesh.run(2, get) is None
-    [actor] = Made.living
-    gone = weakref.ref(actor)
-    del actor
+    assert len(Made.living) == 1
     mesh.run(2, lambda: rpc.get_actor("replay").stop(SOON))
-
-    def is_gone() -> bool:
-        gc.collect()
-        return gone() is None
-
-    until(is_gone)
+    until(lambda: not Made.living, collect=True)
     mesh.run(2, make, "worker2", "next")
     assert mesh.run(0, get) == "next"
     assert names_held(mesh) == [0, 0, 1]
-
-
-class Stopping(Made):
-    def me(self) -> Any:
-        return self
-
-    def stop_myself(self) -> None:
-        rpc.RRef(self).stop()
-
-
-def test_a_stop_by_any_rref_to_the_actor_gives_up_its_name(mesh: Mesh) -> None:
-    kind = rpc.actor(Stopping, concurrency=1)
-
-    def stop_result() -> None:
-        rpc.get_actor("replay", SOON).remote().me().stop(SOON)
-
-    def stop_from_inside() -> None:
-        actor = rpc.get_actor("replay", SOON)
-        actor.rpc_sync().stop_myself()
-        actor.stop(SOON)  # waits for the end
-
-    for stop in (stop_result, stop_from_inside):
-        mesh.run(0, lambda: rpc.remote("worker1", kind, name="replay"))
-        mesh.run(2, stop)
-        assert names_held(mesh) == [0, 0, 0]
 
 
 def test_arguments_that_cannot_be_pickled_or_unpickled_take_no_name(mesh: Mesh) -> None:
@@ -155,11 +119,6 @@ def test_arguments_that_cannot_be_pickled_or_unpickled_take_no_name(mesh: Mesh) 
     until(lambda: names_held(mesh) == [0, 0, 0])
     mesh.run(0, make, "worker1", 3)
     assert mesh.run(0, get) == 3
-
-
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
 
 
 def test_a_name_of_another_form_or_for_several_actors_is_refused(mesh: Mesh) -> None:
@@ -213,7 +172,7 @@ def test_of_many_makers_with_exist_ok_one_constructor_runs(mesh: Mesh) -> None:
 
     futures = [mesh.submit(number % 3, share, number // 3) for number in range(24)]
     assert len({future.result(SOON) for future in futures}) == 1
-    assert Made.count == 1
+    assert len(made) == 1
     assert sum(names_held(mesh)) == 1
 
 
@@ -233,12 +192,10 @@ def test_the_error_of_the_one_constructor_goes_to_all_makers(mesh: Mesh) -> None
     for worker, rref in zip(WORKERS, rrefs, strict=True):
         with pytest.raises(KeyError, match="own error"):
             mesh.run(worker, rref.to_here)
-    assert Made.count == 1
+    assert len(made) == 1
 
 
-def test_a_maker_that_was_told_of_an_actor_gets_its_error_also_if_that_has_failed(
-    mesh: Mesh,
-) -> None:
+def test_a_maker_that_was_told_of_a_failed_actor_gets_its_error(mesh: Mesh) -> None:
     failed = mesh.run(0, lambda: rpc.remote("worker1", Failing, name="replay"))
     with pytest.raises(KeyError, match="own error"):
         mesh.run(0, failed.to_here)
@@ -323,17 +280,11 @@ def test_handlers_that_search_hold_up_no_others(mesh: Mesh) -> None:
 
 
 def test_shutdown_ends_a_search(mesh: Mesh) -> None:
-    agent = mesh.agent("worker2")
-    with ThreadPoolExecutor(1) as pool:
-
-        def search() -> None:
-            with agent.as_current(), pytest.raises(rpc.NotInitializedError):
-                rpc.get_actor("replay", timeout=1000)
-
-        future = pool.submit(search)
-        until(questions, "it searches")
-        agent.close()
-        future.result(SOON)
+    search = mesh.submit("worker2", rpc.get_actor, "replay", timeout=1000)
+    until(questions, "it searches")
+    mesh.agent("worker2").close()
+    with pytest.raises(rpc.NotInitializedError):
+        search.result(SOON)
 
 
 # -- workers that leave ----------------------------------------------------------------------
@@ -358,77 +309,35 @@ def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: M
         future.result(SOON)
 
 
-# -- workers that are killed -----------------------------------------------------------------
-
-
-class Kept:
-    """Can be pickled for another process."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def get(self) -> int:
-        return self.value
-
-
-def keep(to: str, value: int, name: str = "replay", **more: Any) -> Any:
-    return rpc.remote(to, Kept, (value,), name=name, **more)
-
-
-def make_there(*args: Any, **more: Any) -> None:
-    keep(*args, **more)
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
+@pytest.mark.zrpc(workers=4)
 def test_names_outlive_all_workers_but_their_owner(mesh: Mesh) -> None:
-    mesh.run(2, make_there, "worker1", 1, name="lost")
-    mesh.run(2, make_there, "worker3", 3, name="kept")
+    mesh.run(2, make, "worker1", 1, "lost")
+    mesh.run(2, make, "worker3", 3, "kept")
     search = mesh.submit(3, get, "later")
-    mesh.kill(0)  # has granted the names
-    mesh.kill(1)
+    for gone in (0, 1):  # the first has granted the names
+        mesh.agent(gone).close()
     assert mesh.run(2, get, "kept") == 3
-    mesh.run(2, make_there, "worker3", 4, name="lost", exist_ok=True)  # waits until it is free
+    mesh.run(2, lambda: make("worker3", 4, "lost", exist_ok=True))  # waits until it is free
     assert mesh.run(2, get, "lost") == 4
-    mesh.run(2, make_there, "worker2", 5, name="later")
+    mesh.run(2, make, "worker2", 5, "later")
     assert search.result(SOON) == 5
 
 
-def share(number: int) -> Any:
-    return keep(f"worker{number}", number, exist_ok=True).rpc_sync().get()
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
-def test_makers_share_one_actor_while_workers_die(mesh: Mesh) -> None:
-    futures = [mesh.submit(worker, share, worker) for worker in (1, 2, 3)]
-    mesh.kill(0)
-    [owner] = {future.result(SOON) for future in futures}
-    mesh.kill(owner)
-    left = [worker for worker in (1, 2, 3) if worker != owner]
-    futures = [mesh.submit(worker, share, worker) for worker in left]
-    [again] = {future.result(SOON) for future in futures}
-    assert again != owner
-
-
-def make_many(gone: str) -> None:
-    for number in range(300):
-        keep(("worker1", "worker2")[number % 2], number, f"{gone}/{number}")
-
-
-def share_by_name(name: str) -> Any:
-    return keep("worker1", -1, name, exist_ok=True).rpc_sync().get()
-
-
-@pytest.mark.zrpc(workers=4, processes=True)
+@pytest.mark.system
+@pytest.mark.zrpc(workers=4)
 @pytest.mark.parametrize("victim", [0, 3])  # which grants the names, or makes the actors
-def test_a_worker_that_dies_in_the_midst_of_claims_leaves_no_name_without_an_actor(
+def test_a_loss_in_the_midst_of_claims_leaves_no_name_without_an_actor(
     mesh: Mesh, victim: int
 ) -> None:
-    making = [mesh.submit(worker, make_many, f"by{worker}") for worker in (2, 3)]
-    mesh.run(1, get, "by3/5")
-    mesh.kill(victim)
-    making[0].result(SOON)
-    if victim != 3:
-        making[1].result(SOON)
+    def make_many(maker: int) -> None:
+        for number in range(300):
+            make(f"worker{1 + number % 2}", number, f"by{maker}/{number}")
 
+    making = {maker: mesh.submit(maker, make_many, maker) for maker in (2, 3)}
+    mesh.run(1, get, "by3/5")
+    mesh.agent(victim).close()
+    for maker in making.keys() - {victim}:
+        making[maker].result(SOON)
     for number in range(0, 100, 10):
-        assert mesh.run(1, share_by_name, f"by3/{number}") in (number, -1)
+        shared = mesh.run(1, lambda n=number: make("worker1", -1, f"by3/{n}", exist_ok=True))
+        assert mesh.run(1, shared.rpc_sync().get) in (number, -1)

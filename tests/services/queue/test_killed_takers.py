@@ -1,13 +1,13 @@
-"""Workers that are killed while they wait for an item of a queue, or after they took one."""
+"""A worker that is killed while it waits for items of a queue, after it took others."""
 
 from __future__ import annotations
 
-import queue
 from typing import Any
 
 import pytest
 
 import zrpc
+from tests.services.shm.sharing import keep, kept
 from tests.support.waiting import until
 from zrpc.testing import Mesh
 
@@ -18,25 +18,13 @@ def keep_queue() -> None:
     """Makes the queue on worker0, and keeps its RRef here and on worker1."""
     rref = zrpc.remote(0, zrpc.Queue)
     assert rref.rpc_sync().empty()
-    keep(rref)
-    zrpc.rpc_sync(1, keep, (rref,))
-
-
-def keep(rref: Any) -> None:
-    import zrpc.testing.spec as anywhere
-
-    anywhere.kept = rref
-
-
-def kept() -> Any:
-    import zrpc.testing.spec as anywhere
-
-    return anywhere.kept
+    keep("queue", rref)
+    zrpc.rpc_sync(1, keep, ("queue", rref))
 
 
 def start_gets(count: int) -> None:
     for _ in range(count):
-        kept().rpc_async().get()
+        kept()["queue"].rpc_async().get()
 
 
 def waiting() -> int:
@@ -45,36 +33,19 @@ def waiting() -> int:
 
 def put_and_get(items: list[Any]) -> list[Any]:
     for item in items:
-        kept().rpc_sync().put(item)
+        kept()["queue"].rpc_sync().put(item)
     found = []
     while len(found) < len(items):
-        found += kept().rpc_sync().get_batch(32)
-    assert kept().rpc_sync().empty()
+        found += kept()["queue"].rpc_sync().get_batch(32)
+    assert kept()["queue"].rpc_sync().empty()
     return found
 
 
-def get_nothing() -> None:
-    with pytest.raises(queue.Empty):
-        kept().rpc_sync().get_nowait()
-
-
-def members() -> int:
-    return len(zrpc.get_worker_infos())
-
-
-def test_a_killed_worker_that_waits_takes_nothing(mesh: Mesh) -> None:
+def test_a_killed_worker_that_waits_takes_nothing_and_gives_nothing_back(mesh: Mesh) -> None:
     mesh.run(2, keep_queue)
+    assert mesh.run(1, put_and_get, ["taken", "too"]) == ["taken", "too"]
     mesh.run(1, start_gets, 3)
     until(lambda: mesh.run(0, waiting) == 3)
     mesh.kill(1)
     # Worker0 may not know of its end yet, and send it some of them.
     assert sorted(mesh.run(2, put_and_get, list(range(6)))) == list(range(6))
-
-
-def test_what_a_killed_worker_has_taken_does_not_come_back(mesh: Mesh) -> None:
-    mesh.run(2, keep_queue)
-    assert mesh.run(1, put_and_get, ["taken", "too"]) == ["taken", "too"]
-    mesh.kill(1)
-    until(lambda: mesh.run(0, members) == 2)
-    mesh.run(2, get_nothing)
-    assert mesh.run(2, put_and_get, ["next"]) == ["next"]

@@ -14,6 +14,8 @@ from tests.services.shm.sharing import (
     kept,
     segments_mapped,
     segments_open,
+    service_of,
+    until_returned,
 )
 from tests.support.waiting import until
 from zrpc.services.shm.segments import SegmentPool
@@ -24,8 +26,7 @@ from zrpc.testing import Mesh
 def _nothing_is_left() -> Iterator[None]:
     """No test leaves a segment open or mapped; torn down after the mesh."""
     # What a test that failed was using lives on in its traceback.
-    for name in ("last_value", "last_traceback", "last_exc"):
-        setattr(sys, name, None)
+    sys.last_value = sys.last_traceback = sys.last_exc = None
     gc.collect()
     before = (segments_open(), segments_mapped())
     yield
@@ -70,7 +71,9 @@ def lends(monkeypatch: pytest.MonkeyPatch) -> list[Lend]:
 
 @pytest.fixture
 def joined(mesh: Mesh) -> Iterator[Mesh]:
-    """A mesh of threads; worker0 is the test itself."""
+    """A mesh of threads; worker0 is the test itself. In the end all that was lent is returned."""
     with mesh.agent(0).as_current():
         yield mesh
     kept().clear()
+    for rank in range(len(mesh)):
+        until_returned(service_of(mesh, rank))

@@ -90,14 +90,6 @@ def segments_mapped() -> list[int]:
         return sorted({int(line.split()[4]) for line in maps if "/memfd:zrpc" in line})
 
 
-def negated(tensor: Any) -> Any:
-    return -tensor
-
-
-def make(value: Any, count: Any = LARGE) -> Any:
-    return large(value, count)
-
-
 def send_on(rank: Any, count: Any) -> Any:
     """Sends to a worker by shared memory, and looks at each answer; the segments used."""
     layer = own_layer()

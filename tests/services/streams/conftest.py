@@ -6,8 +6,33 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
+
 from tests.support.identity import Same
 from tests.support.waiting import SOON, until
+from zrpc.testing import Mesh
+
+
+@pytest.fixture(autouse=True)
+def _no_stream_is_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After each test with a mesh, no worker has anything of a stream."""
+    mesh: Mesh | None = None
+    if "caller" in request.fixturenames:
+        mesh = request.getfixturevalue("caller")
+    yield
+    if mesh is not None:
+        until(lambda: not left(mesh), lambda: str(left(mesh)))
+
+
+def left(mesh: Mesh) -> list[tuple[int, str, int]]:
+    """Returns what is left of streams: the rank of each worker, what it has, and how many."""
+    return [
+        (rank, name, number)
+        for rank in range(len(mesh))
+        for service in mesh.agent(rank).services
+        for name, number in service.stats().items()
+        if name.startswith("streams_") and number
+    ]
 
 
 class Tap(Same):

@@ -1,17 +1,13 @@
-"""How streams end: by themselves, by their reader, by an error, a time-out, a death, a shutdown."""
+"""How streams end: by themselves, by their reader, by an error, a time-out."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import gc
-import math
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,14 +16,12 @@ import torch
 
 import zrpc
 from tests.services.streams.conftest import Tap
-from tests.services.streams.test_items import count, mesh_is_empty
 from tests.support.gates import Gate
 from tests.support.identity import here
-from tests.support.observed import ask_often, calls_to
+from tests.support.targets import Unreadable
 from tests.support.waiting import SOON, until
-from zrpc.agent.shutdown import ShutdownTiming
 from zrpc.services.streams.batches import dump_batch
-from zrpc.testing import Mesh, faults, local_mesh
+from zrpc.testing import Mesh
 
 
 def leave_loop(stream: Any) -> None:
@@ -57,48 +51,61 @@ WAYS: list[Callable[[Any], None]] = [
 ]
 
 
-@pytest.mark.parametrize("to", ["worker0", "worker1"])
-def test_the_generator_is_closed_when_its_reader_leaves(caller: Mesh, to: str) -> None:
+def opened(workers: str) -> tuple[list[Tap], Any]:
+    """Opens a stream of one worker, or of a group; with the generators that the test watches."""
+    group = zrpc.group(workers)
+    taps = [Tap() for _ in group]
+    if len(group) == 1:
+        return taps, zrpc.rpc_stream(workers, taps[0].run, prefetch=3)
+    run = here(lambda tap: tap.run())
+    return taps, zrpc.rpc_stream(group, run, args=(zrpc.each(taps),), prefetch=3)
+
+
+@pytest.mark.parametrize("workers", ["worker0", "worker1", "worker*"])
+def test_generators_are_closed_when_their_reader_leaves(caller: Mesh, workers: str) -> None:
     for leave in WAYS:
-        tap = Tap()
-        stream = zrpc.rpc_stream(to, tap.run, prefetch=3)
-        tap.await_made(3)
+        taps, stream = opened(workers)
+        for tap in taps:
+            tap.await_made(3)
         leave(stream)
-        tap.await_close()
+        for tap in taps:
+            tap.await_close()
         assert list(stream) == []
-    assert mesh_is_empty(caller)
 
 
-def test_the_generator_is_closed_when_its_stream_is_dropped(caller: Mesh) -> None:
-    tap = Tap()
-    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=3)
-    next(stream)
-    del stream
-    tap.await_close()
-    cycle: list[Any] = [zrpc.rpc_stream("worker1", (other := Tap()).run)]
-    cycle.append(cycle)
-    other.await_made(1)
-    del cycle
-    gc.collect()
-    other.await_close()
-    assert mesh_is_empty(caller)
+@pytest.mark.parametrize("workers", ["worker1", "worker*"])
+def test_generators_are_closed_when_their_stream_is_dropped(caller: Mesh, workers: str) -> None:
+    for in_cycle in (False, True):
+        taps, stream = opened(workers)
+        for tap in taps:
+            tap.await_made(1)  # one that has not begun never runs
+        next(stream)
+        if in_cycle:
+            cycle = [stream]
+            cycle.append(cycle)
+            del cycle
+        del stream
+        if in_cycle:
+            gc.collect()
+        for tap in taps:
+            tap.await_close()
 
 
-def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(caller: Mesh) -> None:
-    with local_mesh(2, options={"num_worker_threads": 1}) as mesh, mesh.agent(0).as_current():
-        tap, gate = Tap(), Gate()
-        future = zrpc.rpc_async("worker1", gate.work_inside)
-        gate.await_entry()
-        stream = zrpc.rpc_stream("worker1", tap.run)
-        requests = mesh.agent(1).callee.requests
-        until(lambda: len(requests) == 2)
-        stream.close()
-        until(lambda: len(requests) == 1)
-        gate.open()
-        future.wait()
-        assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-        assert mesh_is_empty(mesh)
-        assert tap.made == 0
+@pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
+def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(
+    caller: Mesh, gate: Gate
+) -> None:
+    tap, requests = Tap(), caller.agent(1).callee.requests
+    future = zrpc.rpc_async("worker1", gate.work_inside)
+    gate.await_entry()
+    stream = zrpc.rpc_stream("worker1", tap.run)
+    until(lambda: len(requests) == 2)
+    stream.close()
+    until(lambda: len(requests) == 1)
+    gate.open()
+    future.wait()
+    assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
+    assert tap.made == 0
 
 
 def test_a_step_that_runs_goes_on_before_the_generator_is_closed(caller: Mesh) -> None:
@@ -142,7 +149,6 @@ def test_what_a_generator_does_wrong_as_it_is_closed_is_logged(
         assert next(stream) == 0
         stream.close()
         until(lambda text=text: text in caplog.text)
-    assert mesh_is_empty(caller)
 
 
 # -- errors --------------------------------------------------------------------------------------
@@ -163,29 +169,12 @@ def test_an_error_comes_after_the_items_before_it(caller: Mesh) -> None:
         assert found == list(range(n))
         assert isinstance(info.value.__cause__, zrpc.RemoteError)
         assert "fails_after" in str(info.value.__cause__)
-    assert mesh_is_empty(caller)
-
-
-def test_a_shutdown_waits_for_no_stream_that_has_ended() -> None:
-    with local_mesh(2) as mesh:
-        for rank in range(2):
-            mesh.agent(rank).graceful_shutdown.timing = ShutdownTiming(services=math.inf)
-        with mesh.agent(0).as_current():
-            stream = zrpc.rpc_stream("worker1", fails_after, args=(0, KeyError("late")))
-        with pytest.raises(KeyError, match="late"):
-            next(stream)
-        mesh.shutdown()
 
 
 def test_a_generator_does_not_end_its_worker(caller: Mesh) -> None:
     with pytest.raises(zrpc.RemoteError, match="SystemExit"):
         list(zrpc.rpc_stream("worker1", fails_after, args=(0, SystemExit(3))))
     assert zrpc.rpc_sync("worker1", max, args=(1, 2)) == 2
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("no number",)
 
 
 def test_an_item_that_can_not_be_sent_or_read_ends_the_stream(caller: Mesh) -> None:
@@ -196,13 +185,10 @@ def test_an_item_that_can_not_be_sent_or_read_ends_the_stream(caller: Mesh) -> N
         with pytest.raises(zrpc.SerializationError, match=text):
             next(stream)
         tap.await_close()
-    assert mesh_is_empty(caller)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_whatever_fails_as_a_batch_is_sent_ends_the_stream_with_that_error(
-    caller: Mesh, asynchronous: bool
-) -> None:
+def test_an_error_as_a_batch_is_sent_ends_the_stream(caller: Mesh, asynchronous: bool) -> None:
     def fail(frame: FrameType, event: str, _: Any) -> None:
         if event == "call" and frame.f_code is dump_batch.__code__:
             raise OverflowError("no room in the batch")  # which ends the profile of the thread
@@ -222,7 +208,6 @@ def test_whatever_fails_as_a_batch_is_sent_ends_the_stream_with_that_error(
     assert next(stream) == 1
     with pytest.raises(OverflowError, match="no room in the batch"):
         next(stream)
-    assert mesh_is_empty(caller)
 
 
 # -- time ----------------------------------------------------------------------------------------
@@ -249,15 +234,6 @@ def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
         assert info.value.__context__ is None  # it shows nothing of how items are kept
     gate.open()
     assert closed.wait(SOON)
-    assert mesh_is_empty(caller)
-
-
-def test_time_counts_only_while_the_reader_waits(caller: Mesh) -> None:
-    tap = Tap(length=3)
-    stream = zrpc.rpc_stream("worker1", tap.run, timeout=0.3, prefetch=1)
-    for number in range(3):
-        time.sleep(0.4)
-        assert next(stream) == number
 
 
 def test_a_stream_has_a_deadline(caller: Mesh) -> None:
@@ -266,7 +242,6 @@ def test_a_stream_has_a_deadline(caller: Mesh) -> None:
     tap.await_close()
     with pytest.raises(zrpc.RpcTimeoutError, match="300 ms"):
         list(stream)
-    assert mesh_is_empty(caller)
 
 
 def test_a_deadline_passes_while_the_reader_waits(caller: Mesh) -> None:
@@ -303,7 +278,6 @@ def test_a_stream_ends_with_the_handler_that_reads_it(caller: Mesh) -> None:
     future.cancel()
     tap.await_close()
     until(lambda: errors)
-    assert mesh_is_empty(caller)
 
 
 # -- context -------------------------------------------------------------------------------------
@@ -346,164 +320,6 @@ def test_the_modes_of_torch_belong_to_the_generator(caller: Mesh) -> None:
         assert next(stream) == (True, False)
 
 
-# -- deaths and shutdown ---------------------------------------------------------------------------
-
-
-@pytest.mark.zrpc(workers=3)
-def test_the_death_of_the_producer_comes_after_its_items(caller: Mesh) -> None:
-    tap = Tap()
-    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=4)
-    tap.await_made(4)
-    assert next(stream) == 0
-    caller.agent(1).close()
-    with pytest.raises(zrpc.WorkerDied, match="worker1"):
-        list(stream)
-    with pytest.raises(zrpc.WorkerDied):
-        list(zrpc.rpc_stream("worker1", count, args=(1,)))
-    assert list(zrpc.rpc_stream("worker2", count, args=(3,))) == [0, 1, 2]
-
-
-@pytest.mark.system
-@pytest.mark.zrpc(workers=2, faults=True)
-def test_the_death_of_a_producer_whose_end_has_come_before_an_item_ends_its_stream(
-    caller: Mesh,
-) -> None:
-    ask_often(caller, 1000)  # else a question would reveal the loss first
-    with Gate() as item, Gate() as end:
-
-        def run() -> Iterator[int]:
-            yield 0
-            item.wait_inside()
-            yield 1
-            end.wait_inside()
-
-        stream = zrpc.rpc_stream("worker1", here(run), prefetch=4, timeout=SOON)
-        assert next(stream) == 0
-        item.await_entry()
-        with faults.drop(caller, 1, 0) as fault:
-            item.open()
-            until(lambda: fault.happened, "the item is lost")
-        end.open()
-        until(lambda: not calls_to(caller, 1).calls_in_flight, "the end has come")
-        caller.agent(1).close()
-        with pytest.raises(zrpc.WorkerDied, match="worker1"):
-            next(stream)
-    caller.agent(0).close()
-
-
-@pytest.mark.zrpc(workers=3)
-def test_the_generator_is_closed_when_its_reader_dies(caller: Mesh) -> None:
-    tap = Tap()
-    with caller.agent(2).as_current():
-        stream = zrpc.rpc_stream("worker1", tap.run, prefetch=4)
-        next(stream)
-    caller.agent(2).close()
-    tap.await_close()
-    with pytest.raises(zrpc.NotInitializedError):
-        list(stream)
-
-
-@pytest.mark.zrpc(workers=3, processes=True)
-def test_processes_that_are_killed_end_their_streams(mesh: Mesh, tmp_path: Path) -> None:
-    mesh.run(0, open_stream, str(tmp_path / "never"))
-    mesh.run(2, open_stream, str(tmp_path / "closed"))
-    mesh.kill(2)
-    until((tmp_path / "closed").exists)
-    mesh.kill(1)
-    assert mesh.run(0, error_of_stream) == "WorkerDied"
-    assert mesh.run(0, sum_of, "worker0") == 45
-
-
-def noting_numbers(path: str) -> Iterator[int]:
-    import pathlib
-
-    try:
-        yield from range(10**9)
-    finally:
-        pathlib.Path(path).touch()
-
-
-def open_stream(path: str) -> int:
-    stream = zrpc.rpc_stream("worker1", noting_numbers, args=(path,))
-    sys.modules["zrpc"].__dict__["kept_stream"] = stream
-    first: int = next(stream)
-    return first
-
-
-def error_of_stream() -> str:
-    try:
-        for _ in range(10**6):
-            next(sys.modules["zrpc"].__dict__["kept_stream"])
-    except Exception as error:
-        return type(error).__name__
-    return "none"
-
-
-def sum_of(to: str) -> int:
-    return sum(zrpc.rpc_stream(to, count, args=(10,)))
-
-
-def test_a_stream_that_nobody_reads_ends_when_all_workers_shut_down(caller: Mesh) -> None:
-    with local_mesh(2) as mesh:
-        tap = Tap()
-        with mesh.agent(0).as_current():
-            stream = zrpc.rpc_stream("worker1", tap.run)
-            assert next(stream) == 0
-        mesh.shutdown()
-        tap.await_close()
-        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
-            next(stream)
-
-
-def test_a_handler_may_read_its_stream_while_all_workers_shut_down(caller: Mesh) -> None:
-    with local_mesh(3) as mesh:
-        gate = Gate()
-        tap = Tap(length=20)
-
-        def read() -> list[int]:
-            found = []
-            for item in zrpc.rpc_stream("worker2", tap.run, prefetch=1):
-                gate.entered.release()
-                found.append(item)
-                time.sleep(0.12)  # together longer than a stream may stay unread
-            return found
-
-        with mesh.agent(0).as_current():
-            future = zrpc.rpc_async("worker1", here(read))
-        gate.await_entry()
-        mesh.shutdown()
-        assert future.wait() == list(range(20))
-
-
-@pytest.mark.system
-def test_a_wait_that_was_cancelled_does_not_keep_a_stream_open(caller: Mesh) -> None:
-    """A task that polls leaves nothing behind, and its stream ends when all workers shut down."""
-
-    async def poll(stream: Any) -> None:
-        for _ in range(3):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(anext(stream), 0.01)
-
-    with local_mesh(2) as mesh:
-        agent, gate = mesh.agent(0), Gate()
-
-        def run() -> Iterator[int]:
-            gate.wait_inside()
-            yield 0
-
-        with agent.as_current():
-            stream = zrpc.rpc_stream("worker1", here(run))
-            asyncio.run(poll(stream))
-            gate.await_entry()
-        shutdown = threading.Thread(target=mesh.shutdown)
-        shutdown.start()
-        until(lambda: not agent.caller.calls.in_flight())
-        gate.open()
-        shutdown.join(SOON)
-        with pytest.raises(zrpc.NotInitializedError, match="nobody reads it"):
-            next(stream)
-
-
 def no_generator() -> Iterator[int]:
     raise StopIteration
 
@@ -531,7 +347,6 @@ def test_a_reader_that_polls_takes_no_item_and_may_do_so_beyond_its_timeout(call
     asyncio.run(wait_in_vain(stream))
     gate.open()
     assert list(stream) == [0, 1, 2]
-    assert mesh_is_empty(caller)
 
 
 class Closing:
@@ -558,4 +373,3 @@ def test_an_item_may_close_its_stream_as_it_is_freed(caller: Mesh) -> None:
     finally:
         Closing.stream = None
     assert len(first) == 2
-    assert mesh_is_empty(caller)

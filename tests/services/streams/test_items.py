@@ -1,7 +1,8 @@
-"""The items of a stream: which, in which order, how far ahead; and what is refused."""
+"""The items of a stream: which, in which order, how far ahead; what is refused; and actors."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 import zrpc
 import zrpc.autograd
 from tests.services.streams.conftest import Tap, read_by_threads
+from tests.support.gates import Gate
 from tests.support.identity import Same
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON
 from zrpc.testing import Mesh
 
 
@@ -35,7 +37,7 @@ class Model:
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
 def test_all_items_come_in_order(caller: Mesh, to: str) -> None:
-    for prefetch in (1, 2, 3, 256):
+    for prefetch in (1, 2, 3, 256, 2**70):
         stream = zrpc.rpc_stream(to, count, args=(500,), prefetch=prefetch)
         assert list(stream) == list(range(500))
         assert list(stream) == []
@@ -229,10 +231,6 @@ def test_a_wrong_prefetch_is_refused(caller: Mesh) -> None:
             zrpc.rpc_stream("worker1", count, args=(1,), prefetch=prefetch)
 
 
-def test_a_prefetch_may_be_larger_than_any_stream(caller: Mesh) -> None:
-    assert list(zrpc.rpc_stream("worker1", count, args=(3,), prefetch=2**70)) == [0, 1, 2]
-
-
 def test_a_wrong_deadline_is_called_by_its_name(caller: Mesh) -> None:
     model = zrpc.remote(1, Model)
     group = zrpc.group([model])
@@ -252,21 +250,125 @@ def test_a_wrong_deadline_is_called_by_its_name(caller: Mesh) -> None:
 def test_arguments_that_can_not_be_pickled_are_refused_at_once(caller: Mesh) -> None:
     with pytest.raises(zrpc.SerializationError):
         zrpc.rpc_stream("worker1", count, args=(threading.Lock(),))
-    assert mesh_is_empty(caller)
 
 
-def mesh_is_empty(mesh: Mesh) -> bool:
-    """Whether nothing is left of any stream, after a moment."""
-    for rank in range(len(mesh)):
-        agent = mesh.agent(rank)
-        until(lambda agent=agent: not any(sizes(agent).values()), f"{rank}: {sizes(agent)}")
-    return True
+# -- streams of actors, whose places they hold -----------------------------------------------------
 
 
-def sizes(agent: Any) -> dict[str, int]:
-    return {
-        name: number
-        for service in agent.services
-        for name, number in service.stats().items()
-        if name.startswith("streams_")
-    }
+@zrpc.actor
+class Counting:
+    def __init__(self) -> None:
+        self.open = 0
+
+    def generate(self, n: int) -> Iterator[int]:
+        self.open += 1
+        try:
+            yield from range(n)
+        finally:
+            self.open -= 1
+
+    async def generate_in_loop(self, n: int) -> AsyncIterator[int]:
+        self.open += 1
+        try:
+            for number in range(n):
+                yield number
+        finally:
+            self.open -= 1
+
+    def count_open(self) -> int:
+        return self.open
+
+    @zrpc.concurrent
+    def count_beside(self) -> int:
+        return self.open
+
+
+def test_a_stream_holds_its_place_until_it_ends(caller: Mesh) -> None:
+    for method in ("generate", "generate_in_loop"):
+        model = zrpc.remote("worker1", Counting)
+        stream = getattr(model.rpc_stream(prefetch=2), method)(10)
+        assert next(stream) == 0
+        later = model.rpc_async().count_open()
+        assert model.rpc_sync().count_beside() == 1
+        assert not later.done()
+        assert list(stream) == list(range(1, 10))
+        assert later.wait() == 0
+
+
+class Slow:
+    """An actor whose stream has a step that waits, and then an end that does."""
+
+    def __init__(self, step: Gate, end: Gate) -> None:
+        self.step, self.end, self.over = step, end, False
+
+    def generate(self) -> Iterator[int]:
+        try:
+            yield 0
+            self.step.wait_inside()
+        finally:
+            self.end.wait_inside()
+            self.over = True
+
+    async def generate_in_loop(self) -> AsyncIterator[int]:
+        try:
+            yield 0
+            self.step.entered.release()
+            await asyncio.Event().wait()  # until it is cancelled
+        finally:
+            await asyncio.shield(asyncio.to_thread(self.end.wait_inside))
+            self.over = True
+
+    def is_over(self) -> bool:
+        return self.over
+
+
+@pytest.mark.parametrize("method", ["generate", "generate_in_loop"])
+def test_a_stream_that_is_left_holds_its_place_until_it_is_closed(
+    caller: Mesh, method: str
+) -> None:
+    with Gate() as step, Gate() as end:
+        slow = zrpc.remote("worker1", zrpc.actor(Slow, concurrency=1), (step, end))
+        stream = getattr(slow.rpc_stream(), method)()
+        assert next(stream) == 0
+        step.await_entry()
+        stream.close()
+        step.open()
+        end.await_entry()
+        with pytest.raises(zrpc.RpcTimeoutError):  # the mailbox looks after it ten times a second
+            slow.rpc_sync(timeout=0.5).is_over()
+        end.open()
+        assert slow.rpc_sync(timeout=SOON).is_over()
+
+
+def test_streams_and_calls_of_one_worker_begin_in_their_order(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Counting)
+    streams = [model.rpc_stream().generate(3) for _ in range(5)]
+    counted = model.rpc_async().count_open()
+    assert [list(stream) for stream in streams] == [[0, 1, 2]] * 5
+    assert counted.wait() == 0
+
+
+def test_a_stream_that_waits_is_refused_when_its_actor_is_stopped(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Counting)
+    first = model.rpc_stream(prefetch=2).generate(10)
+    assert next(first) == 0
+    second = model.rpc_stream().generate(10)
+    stopped = zrpc.rpc_async("worker1", model.stop)
+    with pytest.raises(zrpc.RpcError, match="was stopped") as caught:
+        next(second)
+    assert caught.value.executed is False
+    assert list(first) == list(range(1, 10))
+    stopped.wait()
+
+
+def test_a_stop_by_the_reader_of_a_stream_no_longer_waits_but_takes_effect(caller: Mesh) -> None:
+    model = zrpc.remote("worker1", Counting)
+    with model.rpc_stream(prefetch=2).generate(10) as stream:
+        assert next(stream) == 0
+        with pytest.raises(zrpc.RpcError, match=r"generate.* The actor is stopped") as caught:
+            model.stop()
+        assert caught.value.executed is None
+        with pytest.raises(zrpc.RpcError, match="was stopped"):
+            model.rpc_sync().count_open()
+        assert list(stream) == list(range(1, 10))
+    model.stop()  # ends after the stop before

@@ -201,9 +201,7 @@ def test_all_items_come_in_order_and_then_the_end(link: Link, choices: Any) -> N
 
 
 @given(links, choices)
-def test_the_generator_is_closed_once_whenever_the_consumer_leaves(
-    link: Link, choices: Any
-) -> None:
+def test_the_generator_is_closed_once_if_the_consumer_leaves(link: Link, choices: Any) -> None:
     link.happens(choices)
     had_ended = link.out.ended
     link.close()
@@ -215,9 +213,7 @@ def test_the_generator_is_closed_once_whenever_the_consumer_leaves(
 
 
 @given(links, choices)
-def test_a_dead_producer_ends_the_stream_after_the_items_that_have_come(
-    link: Link, choices: Any
-) -> None:
+def test_a_dead_producer_ends_the_stream_after_its_items(link: Link, choices: Any) -> None:
     link.happens(choices)
     link.runs = False
     link.batches.clear()
@@ -230,9 +226,7 @@ def test_a_dead_producer_ends_the_stream_after_the_items_that_have_come(
 
 
 @given(links, choices)
-def test_a_consumer_that_reads_nothing_holds_a_bounded_number_of_items(
-    link: Link, choices: Any
-) -> None:
+def test_a_consumer_that_does_not_read_holds_few_items(link: Link, choices: Any) -> None:
     link.happens([each for each in choices if each[0] != 4])
     link.drain(reading=False)
     assert link.made <= link.prefetch

@@ -78,9 +78,7 @@ def test_a_small_item_enters_two_functions_at_its_producer(caller: Mesh, kind: s
 
 # Its producer is not slowed down by being counted: it would send smaller batches.
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_small_item_enters_one_function_at_its_reader_and_has_no_message_of_its_own(
-    caller: Mesh, kind: str
-) -> None:
+def test_a_small_item_enters_one_function_at_its_reader(caller: Mesh, kind: str) -> None:
     read, ended = Entered(), threading.Event()
 
     def generate() -> Iterator[Any]:

@@ -35,9 +35,7 @@ def exchanges(draw: Any) -> Any:
 
 @pytest.mark.system
 @given(exchanges())
-def test_no_clock_is_farther_off_than_its_error_and_no_message_arrives_before_it_was_sent(
-    drawn: Any,
-) -> None:
+def test_clocks_are_no_farther_off_than_their_errors(drawn: Any) -> None:
     ahead, found = drawn
     clocks = Clocks()
     for caller, callee, times in found:

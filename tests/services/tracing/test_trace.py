@@ -151,9 +151,7 @@ def fail() -> None:
     raise KeyError("on purpose")
 
 
-def test_a_call_is_shown_at_both_ends_with_an_arrow_and_its_nested_call(
-    mesh: Mesh, tmp_path: Path
-) -> None:
+def test_a_call_is_shown_at_both_ends_with_its_nested_call(mesh: Mesh, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = traced(mesh, path, lambda: rpc.rpc_sync("worker1", relay, (torch.ones(2),)))
     assert [name.split()[0] for name in trace.processes.values()] == [
@@ -198,9 +196,7 @@ def check_causes(trace: Trace) -> None:
         assert effect["end"] <= cause["end"]
 
 
-def test_references_async_calls_and_coroutines_which_overlap_are_shown(
-    mesh: Mesh, tmp_path: Path
-) -> None:
+def test_references_async_calls_and_coroutines_are_shown(mesh: Mesh, tmp_path: Path) -> None:
     def program() -> None:
         futures = [rpc.rpc_async("worker1", relay_later, (torch.ones(2),)) for _ in range(3)]
         rpc.wait_all(futures)
@@ -270,9 +266,7 @@ def test_large_messages_show_their_size_and_shared_memory(mesh: Mesh, tmp_path: 
     assert args["answer_shared_memory"]
 
 
-def test_the_oldest_records_are_dropped_and_the_file_says_how_many(
-    mesh: Mesh, tmp_path: Path
-) -> None:
+def test_the_oldest_records_are_dropped_and_counted(mesh: Mesh, tmp_path: Path) -> None:
     def program() -> None:
         for number in range(50):
             rpc.rpc_sync("worker1", max, (number, 2))
@@ -379,9 +373,7 @@ def shifted(record: Any, ahead: float) -> Any:
     return record._replace(**times)
 
 
-def test_the_wire_has_no_more_messages_and_bytes_with_a_trace(
-    make_mesh: MakeMesh, tmp_path: Path
-) -> None:
+def test_a_trace_adds_nothing_to_the_wire(make_mesh: MakeMesh, tmp_path: Path) -> None:
     mesh = make_mesh(workers=2)
 
     def sent() -> Any:

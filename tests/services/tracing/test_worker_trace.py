@@ -48,7 +48,7 @@ def test_the_files_are_bounded_and_say_how_many_records_were_dropped(tmp_path: P
     path = tmp_path / f"w.3-3{RUNNING}"
     for number in range(1, 50):
         record(recording, number)
-        if number % 5 == 4:
+        if number % 10 == 9:
             until(lambda: names(WorkerTrace.read(path))[-1] == f"span {number}")  # noqa: B023
     writer.close()
     trace = WorkerTrace.read(path.with_suffix(ENDED))
@@ -57,9 +57,7 @@ def test_the_files_are_bounded_and_say_how_many_records_were_dropped(tmp_path: P
     assert trace.dropped == 50 - len(trace.records)
 
 
-def test_a_file_of_an_earlier_run_is_replaced_and_an_unfinished_line_left_out(
-    tmp_path: Path,
-) -> None:
+def test_an_earlier_file_is_replaced_and_an_unfinished_line_left_out(tmp_path: Path) -> None:
     for _ in range(2):
         recording = Recording(CAPACITY)
         writer = PartWriter(tmp_path, recording, CAPACITY, describe)

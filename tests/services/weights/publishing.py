@@ -41,12 +41,15 @@ def set_to(model: dict[str, torch.Tensor], value: float) -> None:
 
 
 class Learner:
-    """A publisher on a worker of a mesh of threads, and its model."""
+    """A publisher on a worker of a mesh of threads, and its model, with some versions."""
 
-    def __init__(self, mesh: Mesh, worker: int = 0, name: str = "p", count: int = LARGE) -> None:
-        self.mesh, self.worker = mesh, worker
+    def __init__(
+        self, mesh: Mesh, worker: int = 0, name: str = "p", count: int = LARGE, versions: int = 0
+    ) -> None:
         self.model = weights(count=count)
         self.published: Publisher = mesh.run(worker, publish, name, self.model)
+        for _ in range(versions):
+            self.push()
 
     def push(self, value: float | None = None) -> int:
         """Pushes a model with this value: by default the number of the version."""

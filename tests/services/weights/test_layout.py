@@ -39,13 +39,6 @@ def packed(tensors: dict[str, torch.Tensor]) -> tuple[Layout, torch.Tensor]:
     return layout, flat
 
 
-def test_a_module_has_the_tensors_of_its_state_dict() -> None:
-    model = Mixed()
-    tensors = tensors_of(model)
-    assert tensors.keys() == model.state_dict().keys()
-    assert tensors["embed.weight"] is tensors["head.weight"] is model.embed.weight
-
-
 def test_tied_parameters_lie_in_one_place() -> None:
     for tied in (tensors_of(Mixed()), Mixed().state_dict()):
         layout = Layout(tied)

@@ -56,8 +56,7 @@ def test_a_push_does_not_wait_for_readers_and_each_keeps_one_version(mesh: Mesh)
 
 
 def test_readers_never_see_half_of_a_version(mesh: Mesh) -> None:
-    learner, stop = Learner(mesh), threading.Event()
-    learner.push()
+    learner, stop = Learner(mesh, versions=1), threading.Event()
 
     def load_all() -> int:
         subscriber, count, last = subscribe("p"), 0, 0
@@ -77,9 +76,7 @@ def test_readers_never_see_half_of_a_version(mesh: Mesh) -> None:
     until(lambda: len(pool_of(mesh)) <= 4, collect=True, within=5)
 
 
-def test_if_there_is_no_memory_a_push_raises_and_the_version_before_stays(
-    make_mesh: MakeMesh,
-) -> None:
+def test_without_room_a_push_raises_and_the_version_before_stays(make_mesh: MakeMesh) -> None:
     mesh = make_mesh(workers=2, options={"shared_memory": 3 << 19})  # for two versions
     learner = Learner(mesh)
     first, second = Rollout(mesh, 1), Rollout(mesh, 1)
@@ -111,9 +108,20 @@ def test_if_the_system_has_no_memory_a_push_raises_and_takes_none(mesh: Mesh) ->
     assert rollout.load() == 1
 
 
-def test_what_is_closed_returns_its_memory(mesh: Mesh) -> None:
+def test_a_subscriber_that_is_lost_costs_one_version(mesh: Mesh) -> None:
     learner, rollouts = Learner(mesh), [Rollout(mesh, worker) for worker in (1, 2)]
-    learner.push()
+    for version in range(1, 4):
+        learner.push()
+        assert [rollout.read() for rollout in rollouts] == [(version, version)] * 2
+    mesh.agent(2).close()
+    for version in range(4, 10):
+        learner.push()
+        assert rollouts[0].read() == (version, version)
+    assert len(pool_of(mesh)) <= 4
+
+
+def test_what_is_closed_returns_its_memory(mesh: Mesh) -> None:
+    learner, rollouts = Learner(mesh, versions=1), [Rollout(mesh, worker) for worker in (1, 2)]
     for rollout in rollouts:
         rollout.load()
     pool = pool_of(mesh)
@@ -128,8 +136,7 @@ def test_what_is_closed_returns_its_memory(mesh: Mesh) -> None:
 
 @pytest.mark.system
 def test_a_reader_that_has_forked_keeps_what_it_read(mesh: Mesh) -> None:
-    learner, rollout = Learner(mesh), Rollout(mesh, 1)
-    learner.push()
+    learner, rollout = Learner(mesh, versions=1), Rollout(mesh, 1)
     rollout.load()
     assert exit_code(fork(lambda: None)) == 0
     for version in range(2, 8):
