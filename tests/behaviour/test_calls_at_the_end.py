@@ -23,8 +23,6 @@ from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
 
-Succeed = Callable[..., list[str]]
-
 
 def in_thread(mesh: Mesh, rank: int, job: Callable[[], Any]) -> Future[Any]:
     """Runs a job in a thread that belongs to no worker, with a worker's agent; its future."""
@@ -41,19 +39,13 @@ def in_thread(mesh: Mesh, rank: int, job: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def until_refused(call: Callable[[], Any], pause: float = 0) -> Exception:
+def until_refused(call: Callable[[], Any]) -> Exception:
     """Calls on and on; returns the error that ends it."""
     try:
         while True:
             call()
-            threading.Event().wait(pause)
     except Exception as error:
         return error
-
-
-def shut_down(mesh: Mesh) -> None:
-    for each in [mesh.submit(rank, rpc.shutdown) for rank in range(len(mesh))]:
-        each.result(SOON)
 
 
 async def call_on() -> None:
@@ -89,32 +81,23 @@ CALLS: list[Callable[[], Callable[[], Any]]] = [
 ]
 
 
-def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
-    begun = threading.Barrier(len(CALLS) + 1)
+def test_threads_that_call_on_and_ignore_their_errors_keep_nobody(mesh: Mesh) -> None:
+    begun, left = threading.Barrier(len(CALLS) + 1), threading.Event()
 
     def go_on(make: Callable[[], Callable[[], Any]]) -> Exception:
         call = make()
         begun.wait(SOON)
-        return until_refused(call)
+        error = until_refused(call)
+        while not left.is_set():
+            until_refused(call)
+        return error
 
     ends = [in_thread(mesh, 0, partial(go_on, make)) for make in CALLS]
     begun.wait(SOON)
-    shut_down(mesh)
+    mesh.shutdown()
+    left.set()
     for each in ends:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
-
-
-def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
-    left = threading.Event()
-
-    def go_on() -> None:
-        while not left.is_set():
-            until_refused(lambda: rpc.rpc_sync(1, echo, (1,)))
-
-    end = in_thread(mesh, 0, go_on)
-    shut_down(mesh)
-    left.set()
-    end.result(SOON)
 
 
 @pytest.mark.system
@@ -363,7 +346,6 @@ def test_a_chain_of_callbacks_without_an_end_ends_with_an_error(mesh: Mesh) -> N
             ended.set_result(error)
 
     mesh.run(0, call_again)
-    shut_down(mesh)
-    error = ended.result(SOON)
-    assert isinstance(error, rpc.RpcError)
-    assert "expected callbacks that end, found a chain" in str(error)
+    mesh.shutdown()
+    with pytest.raises(rpc.RpcError, match="expected callbacks that end, found a chain"):
+        raise ended.result(SOON)
