@@ -24,7 +24,6 @@ from tests.support.gates import Gate
 from tests.support.targets import fail
 from tests.support.waiting import until
 from tests.support.ways import WAYS
-from zrpc.calls.future_error import KeptError
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.usefixtures("goes_on")
@@ -58,12 +57,6 @@ def failed_in_then(callback: Callable[[Any], NoReturn] = give_up) -> rpc.Future[
     return last
 
 
-def failed_in_then_of_one_that_is_done() -> rpc.Future[Any]:
-    first: rpc.Future[int] = rpc.Future()
-    first.set_result(1)
-    return first.then(give_up)
-
-
 def failed_with_a_cause(kind: type[KeyError] = KeyError, *args: Any) -> rpc.Future[Any]:
     def callback(_: Any) -> NoReturn:
         try:
@@ -83,8 +76,7 @@ def failed_at_the_callee() -> rpc.Future[Any]:
 MAKERS = [
     set_by_the_program,
     failed_in_then,
-    failed_in_then_of_one_that_is_done,
-    lambda: set_by_the_program().then(lambda f: f.wait()),
+    lambda: set_by_the_program().then(lambda f: f.wait()),  # it is done already
     failed_with_a_cause,
     lambda: failed_with_a_cause(PickyError, 1, 2),
     failed_at_the_callee,
@@ -171,9 +163,7 @@ class StubbornError(OSError):
         super().__init__(f"{one} and {two}")
 
 
-def test_the_error_that_was_set_is_raised_itself(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_error_that_was_set_is_raised_itself(caplog: pytest.LogCaptureFixture) -> None:
     for error in (KeyError("given up"), StubbornError(1, 2)):
         for ask in (rpc.Future.wait, lambda future: torch.futures.wait_all([future])):
             future: rpc.Future[Any] = rpc.Future()
@@ -246,13 +236,6 @@ def test_a_future_whose_value_can_be_unpickled_later_keeps_its_error(shared: Mes
             ask()
 
 
-def test_an_error_of_a_future_that_could_not_be_kept_ends_without_another() -> None:
-    """As if Ctrl-C or a full stack had ended the constructor."""
-    with pytest.raises(ValueError, match="not enough values"):
-        KeptError([])
-    gc.collect()
-
-
 def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     futures = [rpc.rpc_async(1, give_up) for _ in range(5)]
     with pytest.raises(KeyError, match="given up"):
@@ -264,9 +247,7 @@ def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixt
     assert "nobody waited" not in caplog.text
 
 
-def test_a_group_of_own_errors_is_not_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_group_of_own_errors_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     for second in (rpc.RpcCancelledError("cancelled"), ValueError("a bug")):
         errors = [rpc.NotInitializedError("it has shut down"), second]
         rpc.Future[Any]().set_exception(rpc.GroupError("2 of 2 have failed", errors))

@@ -157,9 +157,7 @@ def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
     return [each.to_here() if isinstance(each, zrpc.RRef) else each.wait() for each in made]
 
 
-def test_a_finalizer_acts_wherever_the_collector_interrupts(
-    mesh: Mesh,
-) -> None:
+def test_a_finalizer_acts_wherever_the_collector_interrupts(mesh: Mesh) -> None:
     """It holds up no worker. An RRef is not made everywhere."""
     call = functools.partial(zrpc.rpc_async, "worker0", release)
     make = functools.partial(zrpc.RRef, "released")

@@ -96,9 +96,7 @@ def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh) -> None:
                 ask()
 
 
-def test_ctrl_c_in_a_callback_fails_its_future_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ctrl_c_in_a_callback_fails_its_future_too(caplog: pytest.LogCaptureFixture) -> None:
     future: rpc.Future[int] = rpc.Future()
     interrupted = chain(future, 2).then(lambda f: fail(KeyboardInterrupt("^C")))
     after = interrupted.then(caught)
@@ -118,13 +116,14 @@ def test_ctrl_c_in_a_callback_fails_its_future_too(
 def test_ctrl_c_between_callbacks_loses_none() -> None:
     def run(number: int) -> None:
         future: rpc.Future[int] = rpc.Future()
-        last = chain(future, 30)
+        last = chain(future, 15)
         with at_step(number, interrupt), contextlib.suppress(KeyboardInterrupt):
             future.set_result(0)
         if not future.done():  # it was interrupted before that
             future.set_result(0)
         assert caught(last) in (None, KeyboardInterrupt)
 
+    run(0)  # takes more steps than later ones
     for number in some_steps(lambda: run(0)):
         run(number)
 

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -141,14 +140,6 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-@torch.jit.script
-def _forks(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
-    return torch.jit.fork(_scripted, x)
-
-
-script_later = async_execution(_forks)
-
-
 @async_execution
 def forks(x: torch.Tensor) -> Any:
     return torch.jit.fork(_scripted, x)
@@ -160,20 +151,11 @@ def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
     return torch.jit.fork(_scripted, x)
 
 
-class Scripts:
-    @staticmethod
-    @async_execution
-    @torch.jit.script
-    def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
-        return torch.jit.fork(_scripted, x)
-
-
 def test_torch_script(shared: Mesh) -> None:
-    for func in (forks, script_later, decorated, Scripts.decorated):
+    for func in (forks, decorated):
         assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
-    for func in (decorated, Scripts.decorated):
-        assert rpc.rpc_sync(1, echo, (func,)) is func  # by its name
-        assert func(torch.ones(1)).wait() == 2
+    assert rpc.rpc_sync(1, echo, (decorated,)) is decorated  # by its name
+    assert decorated(torch.ones(1)).wait() == 2
 
 
 class Argument:
@@ -195,22 +177,20 @@ def hold(script: Any, argument: Argument) -> Any:
     return _Held.future
 
 
-def call_with_script(mesh: Mesh, call: Call) -> Any:
-    with mesh.agent(0).as_current():
-        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
-
-
 @ways
 def test_a_script_that_came_stays_until_the_future_is_done(shared: Mesh, call: Call) -> None:
     """What it has forked runs on meanwhile, and needs its code."""
     _Held.returned = threading.Event()
-    with ThreadPoolExecutor(1) as executor:
-        answer = executor.submit(call_with_script, shared, call)
-        assert _Held.returned.wait(SOON)
-        gc.collect()
-        there = _Held.script() is not None
-        _Held.future.set_result(3)
-        assert answer.result(SOON) == 3
+
+    def call_with_script() -> Any:
+        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
+
+    answer = shared.submit(0, call_with_script)
+    assert _Held.returned.wait(SOON)
+    gc.collect()
+    there = _Held.script() is not None
+    _Held.future.set_result(3)
+    assert answer.result(SOON) == 3
     assert there
     until(lambda: _Held.script() is None, "the script is still there after the answer")
 

@@ -26,6 +26,8 @@ from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, faults
 
+pytestmark = pytest.mark.system  # all but a few wait for a time-out or start processes
+
 MakeMesh = Callable[..., Mesh]
 
 LIMIT = 1.5
@@ -88,7 +90,6 @@ def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     assert mesh.run(1, rpc.rpc_sync, 2, max, (1, 2)) == 2  # which had nothing to do with it
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_a_worker_that_leaves_was_heard_from(caller: Mesh, gate: Gate) -> None:
     """Its last message may have come a moment ago; that it leaves may be its only one."""
@@ -236,7 +237,6 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
     assert mesh.run_all(call_all) == [[2] * 3] * 3
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
 def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplog: Any) -> None:
     agent = mesh.agent(0)
@@ -257,7 +257,6 @@ def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplo
 # -- hooks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_hooks_are_called_for_present_and_for_lost_workers(caller: Mesh, caplog: Any) -> None:
     names: list[str] = []
@@ -285,7 +284,6 @@ def test_hooks_are_called_for_present_and_for_lost_workers(caller: Mesh, caplog:
     assert sum("ZeroDivisionError" in (r.exc_text or "") for r in caplog.records) == 1
 
 
-@pytest.mark.system
 def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
     names: list[str] = []
     for _ in range(5):
@@ -329,7 +327,6 @@ def one_way(mesh: Mesh, unreachable: str) -> str:
     return unreachable
 
 
-@pytest.mark.system
 @tcp()
 @pytest.mark.parametrize("caller", [0, 1])
 def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: int) -> None:
@@ -344,7 +341,6 @@ def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: 
     assert mesh.run(0, rpc.rpc_sync, 2, echo, (1,)) == 1
 
 
-@pytest.mark.system
 @tcp(10)
 def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     own = mesh.agent(0).network.tcp_endpoint
@@ -357,7 +353,6 @@ def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     mesh.shutdown(graceful=False)
 
 
-@pytest.mark.system
 @tcp()
 @pytest.mark.usefixtures("one_way")
 @pytest.mark.parametrize("calls", [0, 1])

@@ -30,6 +30,8 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
+pytestmark = pytest.mark.system  # all but a few wait for a time-out or start processes
+
 MakeMesh = Callable[..., Mesh]
 
 
@@ -57,7 +59,6 @@ def wait_elsewhere(gate: Gate) -> Any:
     return rpc.rpc_async(0, gate.wait_inside, ("done",))
 
 
-@pytest.mark.system
 def test_it_waits_for_what_runs(mesh: Mesh, gate: Gate) -> None:
     with mesh.agent(0).as_current():
         futures = [rpc.rpc_async(1, gate.wait_inside, ("done",))]
@@ -82,7 +83,6 @@ def fan_out(depth: int) -> None:
             rpc.rpc_async(to, fan_out, (depth - 1,))
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
     _tally.clear()
@@ -104,7 +104,6 @@ def park() -> Any:
 _entered = threading.Semaphore(0)
 
 
-@pytest.mark.system
 def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh) -> None:
     """As of the batch that a parameter server never fills."""
     with mesh.agent(0).as_current():
@@ -138,7 +137,6 @@ def test_again_and_from_several_threads_at_once(mesh: Mesh) -> None:
             rpc.shutdown(graceful=graceful)
 
 
-@pytest.mark.system
 def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
     agent = mesh.agent(0)
     with Gate() as gate:
@@ -154,7 +152,6 @@ def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
     last.result(SOON)
 
 
-@pytest.mark.system
 def test_with_a_timeout(mesh: Mesh) -> None:
     begin = time.monotonic()
     with pytest.raises(rpc.RpcTimeoutError, match=r"ranks \[1\] have not begun to shut down"):
@@ -179,7 +176,6 @@ def test_a_graceful_one_from_a_handler_is_refused(caller: Mesh) -> None:
 # -- at once ---------------------------------------------------------------------------------
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_not_graceful_is_at_once_and_local(make_mesh: MakeMesh, transport: str, gate: Gate) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})
@@ -219,7 +215,6 @@ def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
     mesh.kill(2)
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_the_lowest_rank_leaves_at_once_which_another_has_told_already(mesh: Mesh) -> None:
     begun = mesh.submit(2, rpc.shutdown)
@@ -228,7 +223,6 @@ def test_the_lowest_rank_leaves_at_once_which_another_has_told_already(mesh: Mes
         each.result(SOON)
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
     first = mesh.submit(2, rpc.shutdown)  # it has told worker0 already
@@ -257,7 +251,6 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
 # -- with a handler that never returns ------------------------------------------------------------
 
 
-@pytest.mark.system
 def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> None:
     with mesh.agent(0).as_current():
         pending = rpc.rpc_async(1, gate.wait_inside)
@@ -275,7 +268,6 @@ def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> N
 # -- from where user code runs ----------------------------------------------------------------
 
 
-@pytest.mark.system
 def test_from_a_hook(mesh: Mesh) -> None:
     """Not gracefully: that would wait for the hook."""
     errors: list[str] = []
@@ -295,7 +287,6 @@ def test_from_a_hook(mesh: Mesh) -> None:
     assert "waits for all handlers" in errors[0]
 
 
-@pytest.mark.system
 def test_from_a_handler_while_another_thread_waits_for_the_others(mesh: Mesh) -> None:
     """A worker that leaves all the same no longer waits for them."""
     waiting = mesh.submit(1, rpc.shutdown)
@@ -379,7 +370,6 @@ def losing(mesh: Mesh) -> Mesh:
     return mesh
 
 
-@pytest.mark.system
 @LOSING
 def test_messages_of_the_shutdown_are_lost(losing: Mesh) -> None:
     with faults.drop(losing, 0, 1, count=2) as one, faults.drop(losing, 1, 0, count=1) as other:
@@ -387,7 +377,6 @@ def test_messages_of_the_shutdown_are_lost(losing: Mesh) -> None:
         assert one.happened + other.happened >= 1
 
 
-@pytest.mark.system
 @LOSING
 def test_a_call_without_a_timeout_is_lost(losing: Mesh) -> None:
     with losing.agent(0).as_current():
@@ -399,7 +388,6 @@ def test_a_call_without_a_timeout_is_lost(losing: Mesh) -> None:
             lost.wait()
 
 
-@pytest.mark.system
 @LOSING
 def test_a_reference_is_lost(losing: Mesh) -> None:
     """Its sender waits for the word that it has arrived, which never comes."""
