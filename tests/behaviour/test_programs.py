@@ -97,11 +97,6 @@ rpc.shutdown(timeout=20)
     assert programs.left() == []
 
 
-def test_an_exit_code_survives(programs: Programs) -> None:
-    script = HEAD + JOIN + "rpc.shutdown()\nsys.exit(3 + rank)\n"
-    assert codes(programs.run(script, stop_others=False)) == [3, 4]
-
-
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
     """Neither from the main thread nor from a handler; and its end disturbs nobody."""
     succeed(
@@ -250,9 +245,11 @@ if rank == 0:
         pass
     rpc.rpc_async(other, fail, ("lost" + " error",))
 rpc.shutdown()
-"""
+sys.exit(3 + rank)  # the codes survive
+""",
+        stop_others=False,
     )
-    assert codes(ended) == [0, 0], ended
+    assert codes(ended) == [3, 4], ended
     assert "caught error" not in ended[0].output + ended[1].output
     assert ended[0].output.count("nobody waited for it") == 1
     for part in (

@@ -62,11 +62,6 @@ def test_recursion(caller: Mesh, hop: str) -> None:
     assert rpc.rpc_sync(1, function, (depth, hop), timeout=50) == depth
 
 
-@pytest.mark.zrpc(options={"num_worker_threads": 2}, timeout=60, processes=True)
-def test_recursion_of_depth_200_between_processes(mesh: Mesh) -> None:
-    assert mesh.run(0, rpc.rpc_sync, 1, recurse, (200, "sync"), None, 50) == 200
-
-
 _lock = threading.Lock()
 
 
