@@ -372,17 +372,15 @@ def test_a_call_that_is_cancelled_or_times_out_leaves_its_batch(shared: Mesh) ->
 
 
 @pytest.mark.zrpc(workers=3)
-def test_the_calls_of_a_dead_caller_leave_their_batch(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        stays = rpc.rpc_async(1, three, ("stays",))
-    with mesh.agent(2).as_current():
+def test_the_calls_of_a_dead_caller_leave_their_batch(caller: Mesh) -> None:
+    stays = rpc.rpc_async(1, three, ("stays",))
+    with caller.agent(2).as_current():
         rpc.rpc_async(1, three, ("leaves",))
-        until(lambda: busy(mesh) == 2)
-        mesh.agent(2).shutdown(graceful=False)
-    until(lambda: busy(mesh) == 1)
-    with mesh.agent(0).as_current():
-        assert results(call_all(three, 1, 2)) == [(1, 3), (2, 3)]
-        assert stays.wait() == ("stays", 3)
+        until(lambda: busy(caller) == 2)
+        caller.agent(2).shutdown(graceful=False)
+    until(lambda: busy(caller) == 1)
+    assert results(call_all(three, 1, 2)) == [(1, 3), (2, 3)]
+    assert stays.wait() == ("stays", 3)
 
 
 @rpc.batched(max_size=2, max_wait=FULL)
@@ -444,8 +442,7 @@ def test_a_call_may_time_out_while_its_batch_runs(shared: Mesh, gate: Gate) -> N
     assert patient.wait() is False
 
 
-def test_a_shutdown_waits_for_a_batch(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        future = rpc.rpc_async(1, soon, (21,))
-    mesh.shutdown()
+def test_a_shutdown_waits_for_a_batch(caller: Mesh) -> None:
+    future = rpc.rpc_async(1, soon, (21,))
+    caller.shutdown()
     assert future.wait() == 42

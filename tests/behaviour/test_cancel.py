@@ -178,19 +178,18 @@ def test_cancellations_race_with_answers(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_who_leaves_cancels_its_handlers(mesh: Mesh, watched: Watched) -> None:
-    with mesh.agent(0).as_current():
-        to_callee = rpc.rpc_async(1, watched.watch)
-        other = rpc.rpc_async(1, echo, (7,))
-    with mesh.agent(2).as_current():
+def test_who_leaves_cancels_its_handlers(caller: Mesh, watched: Watched) -> None:
+    to_callee = rpc.rpc_async(1, watched.watch)
+    other = rpc.rpc_async(1, echo, (7,))
+    with caller.agent(2).as_current():
         of_caller = rpc.rpc_async(1, watched.watch)
     watched.await_entry(2)
-    mesh.agent(2).shutdown(graceful=False)
+    caller.agent(2).shutdown(graceful=False)
     assert watched.await_end() == [True]
     assert other.wait() == 7
     with pytest.raises(rpc.NotInitializedError):
         of_caller.wait()
-    mesh.agent(1).shutdown(graceful=False)
+    caller.agent(1).shutdown(graceful=False)
     assert watched.await_end() == [True, True]
     with pytest.raises(rpc.WorkerDied):
         to_callee.wait()

@@ -237,17 +237,12 @@ def test_a_future_whose_value_can_be_unpickled_later_keeps_its_error(shared: Mes
 
 
 def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    futures = [rpc.rpc_async(1, give_up) for _ in range(5)]
+    futures = [failed_at_the_callee() for _ in range(5)]
     with pytest.raises(KeyError, match="given up"):
         rpc.wait_all(futures)
-    for future in futures:
-        until(future.done)
-    del futures, future
-    assert gc.collect() >= 0
+    del futures
+    gc.collect()
     assert "nobody waited" not in caplog.text
-
-
-def test_a_group_of_own_errors_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     for second in (rpc.RpcCancelledError("cancelled"), ValueError("a bug")):
         errors = [rpc.NotInitializedError("it has shut down"), second]
         rpc.Future[Any]().set_exception(rpc.GroupError("2 of 2 have failed", errors))
@@ -271,7 +266,6 @@ def test_the_callee_logs_errors_once(shared: Mesh, caplog: pytest.LogCaptureFixt
             call(1, fail, (ValueError(text),))
         (record,) = records_of(caplog, text)
         assert "On WorkerInfo(id=1, name=worker1): a call of fail failed" in record.getMessage()
-        assert record.name.startswith("zrpc")
         # Perhaps nobody uses the value of an RRef, and learns of the error.
         told = call is not WAYS[-1]
         assert record.levelno == (logging.DEBUG if told else logging.ERROR)
@@ -283,8 +277,7 @@ def fail_when_cancelled(gate: Gate) -> None:
     raise KeyError("after the caller has gone")
 
 
-def test_late_errors_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    gate = Gate()
+def test_late_errors_are_logged(shared: Mesh, caplog: pytest.LogCaptureFixture, gate: Gate) -> None:
     future = rpc.rpc_async(1, fail_when_cancelled, (gate,))
     gate.await_entry()
     future.cancel()
@@ -303,22 +296,19 @@ def test_a_failing_log_costs_no_answer(shared: Mesh, capfd: pytest.CaptureFixtur
 
 
 class Argument:
-    """Notes itself where it arrives."""
+    """Notes itself where it is made."""
 
-    arrived: list[weakref.ref[Any]] = []  # noqa: RUF012
+    made: list[weakref.ref[Any]] = []  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.made.append(weakref.ref(self))
 
     def __reduce__(self) -> Any:
-        return arrive, ()
-
-
-def arrive() -> Argument:
-    argument = Argument()
-    Argument.arrived.append(weakref.ref(argument))
-    return argument
+        return Argument, ()
 
 
 @pytest.mark.usefixtures("no_collections")
 def test_no_cycle_keeps_the_arguments_of_a_failed_handler_alive(shared: Mesh) -> None:
     with pytest.raises(TypeError):
         rpc.rpc_sync(1, len, (Argument(),))
-    until(lambda: Argument.arrived[-1]() is None)
+    until(lambda: not any(argument() for argument in Argument.made))

@@ -215,17 +215,16 @@ def calls_until(over: threading.Event) -> None:
         assert rpc.rpc_sync(0, echo, (1,), timeout=SOON) == 1
 
 
-def test_after_waits_near_the_recursion_limit_the_worker_still_receives(mesh: Mesh) -> None:
+def test_after_waits_near_the_recursion_limit_the_worker_still_receives(caller: Mesh) -> None:
     """A thread that makes one call after the other receives in place of the I/O thread."""
     over = threading.Event()
-    calling = mesh.submit(1, calls_until, over)
-    with mesh.agent(0).as_current():
-        for left in 10 * [*range(5, 25)]:
-            for _ in range(6):
-                assert rpc.rpc_sync(1, echo, (left,), timeout=SOON) == left
-            future = rpc.rpc_async(1, echo, (left,), timeout=SOON)
-            call_with_frames_left(left, future.wait)
-            assert future.wait() == left
+    calling = caller.submit(1, calls_until, over)
+    for left in 10 * [*range(5, 25)]:
+        for _ in range(6):
+            assert rpc.rpc_sync(1, echo, (left,), timeout=SOON) == left
+        future = rpc.rpc_async(1, echo, (left,), timeout=SOON)
+        call_with_frames_left(left, future.wait)
+        assert future.wait() == left
     over.set()
     calling.result(SOON)
 

@@ -58,11 +58,8 @@ def test_items_leave_in_the_order_in_which_they_came(shared: Mesh, owner: int) -
 
 
 def test_a_queue_that_is_stopped(items: Any, shared: Mesh) -> None:
-    waiting = items.rpc_async().get()
-    until(lambda: busy(shared) == 1)
     rref = rpc.remote(1, rpc.Queue)
-    rref.ready(timeout=SOON)
-    future = rref.rpc_async().get()
+    waiting, future = items.rpc_async().get(), rref.rpc_async().get()
     until(lambda: busy(shared) == 2)
     rref.stop()
     with pytest.raises(rpc.QueueClosed) as info:
@@ -70,7 +67,7 @@ def test_a_queue_that_is_stopped(items: Any, shared: Mesh) -> None:
     assert info.value.executed is False
     with pytest.raises(rpc.RpcError, match="the actor Queue on worker1 was stopped"):
         rref.rpc_sync().put(1)
-    items.rpc_sync().put("other")
+    items.rpc_sync().put("other")  # in another queue
     assert waiting.wait() == "other"
 
 
@@ -351,22 +348,23 @@ def test_no_item_is_lost_or_doubled_while_calls_are_cancelled_or_time_out(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_items_outlive_their_producer_and_a_dead_worker_neither_takes_nor_puts(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        rref, full = rpc.remote(1, rpc.Queue), rpc.remote(1, rpc.Queue, (1,))
-        full.rpc_sync().put("first")
-        assert rpc.rpc_sync(2, put_from_there, (rref, "outlives")) is None
-        assert rpc.rpc_sync(2, get_from_there, (rref, 1)) == ["outlives"]
-        until(lambda: busy(mesh) == 0)  # the first get has left, so the next is the one that waits
-        rpc.rpc_async(2, get_from_there, (rref, 1))
-        rpc.rpc_async(2, put_from_there, (full, "never"))
-        until(lambda: busy(mesh) == 2)
-        mesh.agent(2).shutdown(graceful=False)
-        until(lambda: busy(mesh) == 0)
-        rref.rpc_sync().put("other")
-        assert rref.rpc_sync(timeout=SOON).get() == "other"
-        assert full.rpc_sync().get() == "first"
-        assert [rref.rpc_sync().empty(), full.rpc_sync().empty()] == [True, True]
+def test_items_outlive_their_producer_and_a_dead_worker_neither_takes_nor_puts(
+    caller: Mesh,
+) -> None:
+    rref, full = rpc.remote(1, rpc.Queue), rpc.remote(1, rpc.Queue, (1,))
+    full.rpc_sync().put("first")
+    assert rpc.rpc_sync(2, put_from_there, (rref, "outlives")) is None
+    assert rpc.rpc_sync(2, get_from_there, (rref, 1)) == ["outlives"]
+    until(lambda: busy(caller) == 0)  # the first get has left, so the next is the one that waits
+    rpc.rpc_async(2, get_from_there, (rref, 1))
+    rpc.rpc_async(2, put_from_there, (full, "never"))
+    until(lambda: busy(caller) == 2)
+    caller.agent(2).shutdown(graceful=False)
+    until(lambda: busy(caller) == 0)
+    rref.rpc_sync().put("other")
+    assert rref.rpc_sync(timeout=SOON).get() == "other"
+    assert full.rpc_sync().get() == "first"
+    assert [rref.rpc_sync().empty(), full.rpc_sync().empty()] == [True, True]
 
 
 def put_from_there(rref: Any, item: Any) -> None:
@@ -437,23 +435,22 @@ def test_workers_and_the_owner_share_it(shared: Mesh) -> None:
 def test_a_get_that_ctrl_c_interrupts_takes_no_later_item(items: list[str]) -> None:
     """Afterwards nobody waits in the line who would take it."""
 
+    def filled() -> rpc.Queue[str]:
+        own: rpc.Queue[str] = rpc.Queue()
+        for item in items:
+            own.put(item)
+        return own
+
     def take(own: rpc.Queue[str]) -> None:
         with contextlib.suppress(queue.Empty):
             own.get(timeout=0.001)
 
-    for step in range(1, count_steps(lambda: take(filled(items))) + 1):
-        own = filled(items)
+    for step in range(1, count_steps(lambda: take(filled())) + 1):
+        own = filled()
         with contextlib.suppress(KeyboardInterrupt), at_step(step, interrupt) as steps:
             take(own)
         own.put("later")
         assert own.get_batch(2)[-1] == "later", steps.place
-
-
-def filled(items: list[str]) -> rpc.Queue[str]:
-    own: rpc.Queue[str] = rpc.Queue()
-    for item in items:
-        own.put(item)
-    return own
 
 
 @pytest.mark.usefixtures("no_collections")
@@ -485,6 +482,14 @@ def get_on_owner(rref: Any) -> Any:
     return rref.local_value().get()
 
 
+async def get_in_coroutine(rref: Any) -> Any:
+    return get_on_owner(rref)
+
+
+async def await_item(rref: Any) -> Any:
+    return await rref.rpc_async().get()
+
+
 def test_a_coroutine_uses_the_rref(shared: Mesh) -> None:
     rref = rpc.remote(1, rpc.Queue)
     with pytest.raises(rpc.RpcError, match=r"await queue\.rpc_async\(\)\.get\(\)"):
@@ -492,12 +497,3 @@ def test_a_coroutine_uses_the_rref(shared: Mesh) -> None:
     future = rpc.rpc_async(1, await_item, (rref,))
     rref.rpc_sync().put("item")
     assert future.wait() == "item"
-
-
-async def get_in_coroutine(rref: Any) -> Any:
-    await asyncio.sleep(0)
-    return rref.local_value().get()
-
-
-async def await_item(rref: Any) -> Any:
-    return await rref.rpc_async().get()
