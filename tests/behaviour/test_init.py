@@ -73,23 +73,19 @@ def test_a_worker_may_be_called_by_its_rank(alone: int, monkeypatch: Any) -> Non
         monkeypatch.setenv("ZRPC_WORKER_NAME", "trainer0")
 
 
-def test_a_mesh_of_one_worker_needs_no_address(alone: int, unset: Unset, monkeypatch: Any) -> None:
-    unset(*ADDRESS)
-    for _ in range(2):
-        rpc.init_rpc("me", rank=0, world_size=1)
-        shut_down_after_a_call()
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    with pytest.raises(rpc.RendezvousError, match="expected the host and port of the master"):
-        rpc.init_rpc("me", rank=0, world_size=1)
-
-
-def test_a_program_alone_learns_how_to_start_workers(alone: int, unset: Unset) -> None:
+def test_who_needs_an_address_or_must_start_others(alone: int, unset: Unset) -> None:
     unset("RANK", "WORLD_SIZE")
     with pytest.raises(rpc.RendezvousError, match=r"zrpc launch -n 2 .* RANK and WORLD_SIZE"):
         rpc.init_rpc()
-    unset(*ADDRESS)
+    unset("MASTER_PORT")
+    with pytest.raises(rpc.RendezvousError, match="expected the host and port of the master"):
+        rpc.init_rpc("me", rank=0, world_size=1)
+    unset("MASTER_ADDR")
     with pytest.raises(rpc.RendezvousError, match=r"starts its workers itself .* zrpc.start_mesh"):
         rpc.init_rpc("driver", rank=2, world_size=3)
+    for _ in range(2):  # a mesh of one
+        rpc.init_rpc("me", rank=0, world_size=1)
+        shut_down_after_a_call()
 
 
 def test_a_rank_without_a_world_size_is_warned_of_but_in_an_elastic_launch(
@@ -185,25 +181,19 @@ def test_ctrl_c_ends_the_wait_for_others() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.usefixtures("alone")
-def test_a_shutdown_while_another_thread_joins() -> None:
-    how = {"rank": 0, "world_size": 2, "rpc_backend_options": options(2 * SHORT)}
-    finish = start_all([lambda: rpc.init_rpc("me", **how)], SOON)
-    time.sleep(SHORT)
-    with pytest.raises(rpc.NotInitializedError):
-        rpc.shutdown()
-    assert isinstance(finish()[0], rpc.RendezvousError)
-
-
-@pytest.mark.system
 @pytest.mark.usefixtures("alone", "no_leaks")
 def test_missing_ranks_then_again_in_the_same_process() -> None:
     """The failed attempt gives the port back, even while somebody keeps its exception."""
+    how = {"rank": 0, "world_size": 3, "rpc_backend_options": options(2 * SHORT)}
     kept = []
     for _ in range(2):
-        with pytest.raises(rpc.RendezvousError, match="ranks 1-2 are missing") as info:
-            rpc.init_rpc("me", rank=0, world_size=3, rpc_backend_options=options(SHORT))
-        kept.append(info.value)
+        finish = start_all([lambda: rpc.init_rpc("me", **how)], SOON)
+        time.sleep(SHORT)  # it joins in another thread meanwhile
+        with pytest.raises(rpc.NotInitializedError):
+            rpc.shutdown()
+        kept += finish()
+        with pytest.raises(rpc.RendezvousError, match="ranks 1-2 are missing"):
+            raise kept[-1]
         assert not rpc.is_initialized()
     rpc.init_rpc("me")
     shut_down_after_a_call()
@@ -284,14 +274,13 @@ OF_OTHER_TYPES: dict[str, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
 def test_values_out_of_range(name: str) -> None:
-    made = rpc.ZmqRpcBackendOptions()
     for value in OUT_OF_RANGE[name]:
         for kind in (ValueError, RuntimeError):  # torch's are RuntimeErrors
-            with pytest.raises(kind, match=f"(?i){name.replace('_', '.')}"):
+            with pytest.raises(kind, match=name):
                 rpc.ZmqRpcBackendOptions(**{name: value})
     if name in ("num_worker_threads", "rpc_timeout"):
         with pytest.raises(ValueError, match=name):
-            setattr(made, name, -1)
+            setattr(rpc.ZmqRpcBackendOptions(), name, -1)
 
 
 @pytest.mark.parametrize("name", OF_OTHER_TYPES)

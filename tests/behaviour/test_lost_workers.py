@@ -196,8 +196,8 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
 # -- what is no death ------------------------------------------------------------------------
 
 
-@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0.8})
-def test_a_worker_whose_python_does_not_get_to_run(mesh: Mesh) -> None:
+@pytest.mark.zrpc(processes=True, options={**SHORT, "shared_memory": 0}, timeout=60)
+def test_a_held_interpreter_and_a_large_message_are_no_silence(mesh: Mesh) -> None:
     def hold_the_interpreter(seconds: float) -> str:
         import ctypes
 
@@ -205,19 +205,14 @@ def test_a_worker_whose_python_does_not_get_to_run(mesh: Mesh) -> None:
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return "done"
 
-    # Neither the one that is held up nor the one that waits for it gives up the other.
-    assert mesh.run(0, rpc.rpc_sync, 1, hold_the_interpreter, (2.0,)) == "done"
-    assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
-
-
-@pytest.mark.zrpc(processes=True, options={**SHORT, "shared_memory": 0}, timeout=60)
-def test_a_large_message_is_no_silence(mesh: Mesh) -> None:
     def both_ways() -> int:
         import torch
 
         tensor = torch.ones(20_000_000)
         return rpc.rpc_sync(1, torch.neg, (tensor,)).numel()
 
+    # Neither the one that is held up nor the one that waits for it gives up the other.
+    assert mesh.run(0, rpc.rpc_sync, 1, hold_the_interpreter, (2.0,)) == "done"
     assert mesh.run(0, both_ways) == 20_000_000
     assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
 

@@ -9,11 +9,9 @@ import queue
 import signal
 import threading
 import time
-import weakref
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +22,6 @@ import torch
 
 import zrpc as rpc
 from tests.support.observed import busy, stats_of
-from tests.support.steps import at_step, count_steps, interrupt
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
@@ -354,9 +351,9 @@ def test_items_outlive_their_producer_and_a_dead_worker_neither_takes_nor_puts(
     rref, full = rpc.remote(1, rpc.Queue), rpc.remote(1, rpc.Queue, (1,))
     full.rpc_sync().put("first")
     assert rpc.rpc_sync(2, put_from_there, (rref, "outlives")) is None
-    assert rpc.rpc_sync(2, get_from_there, (rref, 1)) == ["outlives"]
+    assert rpc.rpc_sync(2, get_from_there, (rref,)) == "outlives"
     until(lambda: busy(caller) == 0)  # the first get has left, so the next is the one that waits
-    rpc.rpc_async(2, get_from_there, (rref, 1))
+    rpc.rpc_async(2, get_from_there, (rref,))
     rpc.rpc_async(2, put_from_there, (full, "never"))
     until(lambda: busy(caller) == 2)
     caller.agent(2).shutdown(graceful=False)
@@ -371,8 +368,8 @@ def put_from_there(rref: Any, item: Any) -> None:
     rref.rpc_sync().put(item)
 
 
-def get_from_there(rref: Any, count: int) -> list[Any]:
-    return [rref.rpc_sync().get() for _ in range(count)]
+def get_from_there(rref: Any) -> Any:
+    return rref.rpc_sync().get()
 
 
 # -- the end ---------------------------------------------------------------------------------
@@ -393,107 +390,3 @@ def test_the_owner_of_a_queue_leaves_an_elastic_mesh_although_a_get_waits(caller
     caller.agent(1).shutdown(timeout=SOON)
     with pytest.raises((rpc.QueueClosed, rpc.WorkerDied)):
         future.wait()
-
-
-# -- on the owner ----------------------------------------------------------------------------
-
-
-def test_without_a_mesh_it_works_within_a_process() -> None:
-    own: rpc.Queue[str] = rpc.Queue(1)
-    with ThreadPoolExecutor(2) as pool:
-        taking = pool.submit(own.get, timeout=float("inf"))  # longer than any wait
-        own.put("item")
-        assert taking.result(SOON) == "item"
-        own.put("left")
-        putting = pool.submit(own.put, "last")
-        assert own.get() == "left"
-        putting.result(SOON)
-    assert (len(own), own.qsize(), own.empty(), own.full()) == (1, 1, False, True)
-    own.close()
-    assert own.get_batch(5, timeout=1) == ["last"]
-    with pytest.raises(rpc.QueueClosed):
-        own.get()
-    other: rpc.Queue[str] = rpc.Queue()
-    for get in (partial(other.get, timeout=0.01), other.get_nowait):
-        with pytest.raises(queue.Empty):
-            get()
-
-
-def test_workers_and_the_owner_share_it(shared: Mesh) -> None:
-    own: rpc.Queue[str] = rpc.Queue()
-    rref = rpc.RRef(own)
-    with ThreadPoolExecutor(1) as executor:
-        taking = executor.submit(own.get)
-        rpc.rpc_sync(1, put_from_there, (rref, "from there"))
-        assert taking.result(SOON) == "from there"
-    future = rpc.rpc_async(1, get_from_there, (rref, 1))
-    own.put("from here")
-    assert future.wait() == ["from here"]
-
-
-@pytest.mark.parametrize("items", [[], ["first"]], ids=["empty", "full"])
-def test_a_get_that_ctrl_c_interrupts_takes_no_later_item(items: list[str]) -> None:
-    """Afterwards nobody waits in the line who would take it."""
-
-    def filled() -> rpc.Queue[str]:
-        own: rpc.Queue[str] = rpc.Queue()
-        for item in items:
-            own.put(item)
-        return own
-
-    def take(own: rpc.Queue[str]) -> None:
-        with contextlib.suppress(queue.Empty):
-            own.get(timeout=0.001)
-
-    for step in range(1, count_steps(lambda: take(filled())) + 1):
-        own = filled()
-        with contextlib.suppress(KeyboardInterrupt), at_step(step, interrupt) as steps:
-            take(own)
-        own.put("later")
-        assert own.get_batch(2)[-1] == "later", steps.place
-
-
-@pytest.mark.usefixtures("no_collections")
-@pytest.mark.parametrize("waits", [False, True])
-def test_an_item_is_freed_once_it_is_taken(shared: Mesh, waits: bool) -> None:
-    own: rpc.Queue[Box] = rpc.Queue()
-    rref, item = rpc.RRef(own), Box(5)
-    gone = weakref.ref(item)
-    taking = rpc.rpc_async(1, get_from_there, (rref, 1)) if waits else None
-    until(lambda: busy(shared, 0) == waits)
-    own.put(item)
-    del item
-    found = rpc.rpc_sync(1, get_from_there, (rref, 1)) if taking is None else taking.wait()
-    assert found[0].content == 5
-    until(lambda: gone() is None)
-
-
-def test_a_handler_that_waits_on_the_owner_is_cancelled(shared: Mesh) -> None:
-    rref = rpc.remote(1, rpc.Queue)
-    future = rpc.rpc_async(1, get_on_owner, (rref,))
-    until(lambda: busy(shared) == 1)
-    assert future.cancel()
-    until(lambda: not busy(shared))
-    rref.rpc_sync().put("item")
-    assert rpc.rpc_sync(1, get_on_owner, (rref,)) == "item"
-
-
-def get_on_owner(rref: Any) -> Any:
-    return rref.local_value().get()
-
-
-async def get_in_coroutine(rref: Any) -> Any:
-    return get_on_owner(rref)
-
-
-async def await_item(rref: Any) -> Any:
-    return await rref.rpc_async().get()
-
-
-def test_a_coroutine_uses_the_rref(shared: Mesh) -> None:
-    rref = rpc.remote(1, rpc.Queue)
-    with pytest.raises(rpc.RpcError, match=r"await queue\.rpc_async\(\)\.get\(\)"):
-        rpc.rpc_sync(1, get_in_coroutine, (rref,))
-    future = rpc.rpc_async(1, await_item, (rref,))
-    rref.rpc_sync().put("item")
-    assert future.wait() == "item"
