@@ -13,7 +13,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.identity import here
+from tests.support.identity import emptied, here
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON, until
 from tests.support.ways import WAYS, Call, ways
@@ -195,7 +195,7 @@ def test_a_script_that_came_stays_until_the_future_is_done(shared: Mesh, call: C
     until(lambda: _Held.script() is None, "the script is still there after the answer")
 
 
-_parked: list[Any] = []
+_parked: list[Any] = emptied([])
 
 
 @async_execution
@@ -206,7 +206,6 @@ def park() -> Any:
 
 @ONE_THREAD
 def test_many_can_be_in_progress_with_one_thread(caller: Mesh) -> None:
-    _parked.clear()
     futures = [rpc.rpc_async(1, park) for _ in range(50)]
     # Calls of one worker begin in their order, and the one thread has begun all of them.
     assert rpc.rpc_sync(1, here(lambda: len(_parked))) == 50
@@ -253,26 +252,24 @@ async def stop_the_loop() -> str:
     return "stopped"
 
 
-_events: dict[int, asyncio.Event] = {}
+_event = asyncio.Event()
 
 
-async def wait_for_event(key: int) -> str:
-    event = _events.setdefault(key, asyncio.Event())
-    await asyncio.wait_for(event.wait(), SOON)
+async def wait_for_event() -> str:
+    await asyncio.wait_for(_event.wait(), SOON)
     return "was set"
 
 
-async def set_event(key: int) -> None:
-    _events.setdefault(key, asyncio.Event()).set()
+async def set_event() -> None:
+    _event.set()
 
 
 @pytest.mark.zrpc(timeout=15)
 def test_coroutines_of_one_worker_can_meet_also_if_one_stops_their_loop(caller: Mesh) -> None:
     """The worker shuts down as ever: the fixture sees to that."""
-    _events.clear()
-    waiting = [rpc.rpc_async(1, wait_for_event, (7,)) for _ in range(30)]
+    waiting = [rpc.rpc_async(1, wait_for_event) for _ in range(30)]
     assert rpc.rpc_sync(1, stop_the_loop, timeout=5) == "stopped"
-    rpc.rpc_sync(1, set_event, (7,), timeout=5)
+    rpc.rpc_sync(1, set_event, timeout=5)
     assert torch.futures.wait_all(waiting) == ["was set"] * 30
 
 

@@ -75,8 +75,9 @@ def test_after_an_exception_nobody_waits(programs: Programs) -> None:
         + """
 ready = threading.Event()
 
-def begin():
-    threading.Timer(0.2, ready.set).start()
+def stay():
+    ready.set()
+    time.sleep(3600)
 """
         + JOIN
         + """
@@ -84,8 +85,7 @@ if rank == 1:
     assert ready.wait(50)
     raise ValueError("the program's own")
 try:
-    rpc.rpc_sync("w1", begin)
-    rpc.rpc_sync("w1", time.sleep, (3600,), timeout=20)
+    rpc.rpc_sync("w1", stay, timeout=20)
 except rpc.WorkerDied as error:
     print("told:", error)
 rpc.shutdown(timeout=20)
@@ -203,7 +203,7 @@ def slow():
 
 
 def test_programs_end_though_their_threads_call_on(succeed: Succeed) -> None:
-    program = (
+    outputs = succeed(
         HEAD
         + """
 def call_on(pause):
@@ -218,14 +218,14 @@ def begin():
     for pause in 0, 0.01:
         threading.Thread(target=call_on, args=(pause,), daemon=True).start()
     rpc.rpc_sync(other, max, (1, 2))
+
+with rpc.session(f"w{rank}"):
+    begin()
+rpc.init_rpc(f"w{rank}")
+begin()
 """
     )
-    for end in (
-        'with rpc.session(f"w{rank}"):\n    begin()\n',
-        'rpc.init_rpc(f"w{rank}")\nbegin()\n',
-    ):
-        outputs = succeed(program + end)
-        assert not any("Traceback" in output for output in outputs), outputs
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_a_failure_is_printed_by_a_caller_that_has_not_waited(programs: Programs) -> None:
