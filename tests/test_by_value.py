@@ -82,6 +82,17 @@ def test_a_function_with_a_cache_goes_by_value_if_its_module_does() -> None:
     assert copy.__wrapped__.__globals__["fibonacci"] is copy
 
 
+def test_a_function_with_a_cache_of_the_main_script_goes_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = types.ModuleType("__main__")
+    exec("import functools\n@functools.cache\ndef five():\n    return 5", vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    body = dumps(main.five, False)
+    del main.five  # the receiver's main has no such name
+    assert pickle.loads(body)() == 5
+
+
 def test_a_local_function_with_a_cache_can_be_called(mesh: Mesh) -> None:
     def local() -> int:
         return 5
