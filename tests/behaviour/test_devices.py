@@ -18,6 +18,8 @@ from zrpc import stand_in
 from zrpc.agent.agent import Agent
 from zrpc.testing import fake_device, local_mesh
 
+pytestmark = pytest.mark.usefixtures("agents")
+
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
 DEVICES = ["fake:0", "fake:1"]
 LARGE = 100_000
@@ -68,7 +70,6 @@ def alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
 # -- the way there and back ------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestMapped:
     def test_arguments_take_the_map_and_results_its_inverse(self) -> None:
         tensors = make("fake:0"), make("fake:1"), make("cpu")
@@ -147,7 +148,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.usefixtures("agents")
 class TestArrival:
     def test_tensors_arrive_as_they_were(self) -> None:
         for make in KINDS:
@@ -185,7 +185,6 @@ class Marked(torch.Tensor):
 # -- the device of a handler -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestCurrentDevice:
     def test_that_of_the_first_mapped_argument_is_current(self) -> None:
         owner = rpc.remote("worker1", Owner)
@@ -243,7 +242,6 @@ class Owner:
 # -- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestUnmapped:
     def test_the_error_names_the_argument_the_device_and_what_to_do(self) -> None:
         args, kwargs = (1, [make("fake:1")]), {"x": make("fake:1")}
@@ -308,7 +306,6 @@ def fail_with_tensor(kind: type[Exception]) -> None:
     raise kind("a reason", make("fake:0"), make("cpu"))
 
 
-@pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize("scope", [contextlib.nullcontext, rpc.autograd.context])
 def test_a_tensor_on_a_device_never_hides_an_exception(scope: Any) -> None:
     class Local(Exception):
