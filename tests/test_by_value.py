@@ -18,7 +18,6 @@ import pytest
 import zrpc
 from tests.support.forks import exit_code, fork
 from zrpc.testing import Mesh
-from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.pickling import dumps
 
 
@@ -108,8 +107,8 @@ def test_a_function_that_uses_the_environment_finds_that_of_its_process() -> Non
     assert found[2] == method
 
 
-@pytest.mark.system
-def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
+@pytest.mark.zrpc(processes=True, workers=1)
+def test_a_class_keeps_its_slots(mesh: Mesh) -> None:
     class Point:
         __slots__ = ("__y", "x")
 
@@ -119,22 +118,9 @@ def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
         def content(self) -> tuple[int, int]:
             return self.x, self.__y
 
-    class Failed(Exception):
-        __slots__ = ("code",)
-
-        def __init__(self, code: int) -> None:
-            self.code = code
-
-    def fail() -> None:
-        raise Failed(3)
-
-    mesh = make_mesh(workers=1, processes=True)
     there, back = mesh.run(0, lambda point: (hasattr(point, "__dict__"), point), Point())
     assert not there
     assert back.content() == (1, 2)
-    with pytest.raises(Failed) as caught:
-        mesh.run(0, fail)
-    assert caught.value.code == 3
 
 
 def make_counter() -> Callable[[], int]:
