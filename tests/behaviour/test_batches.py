@@ -15,7 +15,7 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import busy, stats_of
-from tests.support.targets import echo
+from tests.support.targets import Unreadable, echo
 from tests.support.waiting import SOON, until
 from tests.support.ways import Call, ways
 from zrpc.testing import Mesh
@@ -348,11 +348,6 @@ def test_arguments_that_can_not_be_read_fail_their_own_call(shared: Mesh) -> Non
         rpc.rpc_sync(1, three, (Unreadable(),))
     assert results(call_all(three, 3)) == [(3, 3)]
     assert results(waiting) == [(1, 3), (2, 3)]
-
-
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
 
 
 # -- calls that leave ------------------------------------------------------------------------

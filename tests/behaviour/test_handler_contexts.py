@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 import zrpc as rpc
 from tests.support.identity import here
-from tests.support.targets import echo
+from tests.support.targets import Unreadable, echo
 from tests.support.travel import LARGE, SMALL, back
 from tests.support.ways import WAYS
 from zrpc.functions import async_execution
@@ -181,11 +181,6 @@ class Doubled:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Doubled, (self.tensor,)
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("x",)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import pytest
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.settled import caught
-from tests.support.targets import echo
+from tests.support.targets import Unreadable, echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.support.ways import WAYS
@@ -215,13 +215,6 @@ def test_a_call_to_a_lost_worker_may_have_run_before_and_not_after(
     assert outcome_of(rref.rpc_sync().get, 1) == (rpc.OwnerDied, False)
     gate.open()
     close()
-
-
-class Unreadable:
-    """It can be sent, and not be read."""
-
-    def __reduce__(self) -> Any:
-        return int, ("no number",)
 
 
 def call_what_is_gone() -> None:
