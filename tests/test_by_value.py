@@ -18,7 +18,6 @@ import pytest
 import zrpc
 from tests.support.forks import exit_code, fork
 from zrpc.testing import Mesh
-from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.pickling import dumps
 
 
@@ -37,15 +36,18 @@ def file_of(function: Any) -> str:
     return name
 
 
+def copied(function: Any) -> Any:
+    return pickle.loads(dumps(function))
+
+
 def test_the_file_of_a_function_and_of_those_in_it_is_known() -> None:
-    copied = pickle.loads(dumps(nested()))
-    assert copied.__code__ is not nested().__code__
-    assert file_of(copied) == file_of(copied()) == __file__
+    copy = copied(nested())
+    assert copy.__code__ is not nested().__code__
+    assert file_of(copy) == file_of(copy()) == __file__
     scope: dict[str, Any] = {}
     exec(compile("f = lambda: '<dynamic-code>'", "<cell 7>", "exec"), scope)
-    copied = pickle.loads(dumps(scope["f"]))
-    assert file_of(copied) == "<cell 7>"
-    assert copied() == "<dynamic-code>"
+    copy = copied(scope["f"])
+    assert (file_of(copy), copy()) == ("<cell 7>", "<dynamic-code>")
 
 
 def test_a_remote_traceback_shows_the_lines_of_a_local_function(mesh: Mesh) -> None:
@@ -65,29 +67,35 @@ def fibonacci(n: int) -> int:
     return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
 
 
-def test_a_function_with_a_cache_that_can_be_imported_goes_by_its_name() -> None:
-    assert pickle.loads(dumps(fibonacci)) is fibonacci
-
-
 def test_a_function_with_a_cache_goes_by_value_if_its_module_does() -> None:
+    assert copied(fibonacci) is fibonacci
     module = sys.modules[__name__]
     cloudpickle.register_pickle_by_value(module)
     try:
-        copied = pickle.loads(dumps(fibonacci))
+        copy = copied(fibonacci)
     finally:
         cloudpickle.unregister_pickle_by_value(module)
-    assert copied is not fibonacci
-    assert copied.cache_parameters() == {"maxsize": 7, "typed": True}
-    assert copied(30) == 832040
-    assert copied.__wrapped__.__globals__["fibonacci"] is copied
+    assert copy is not fibonacci
+    assert copy.cache_parameters() == {"maxsize": 7, "typed": True}
+    assert copy(30) == 832040
+    assert copy.__wrapped__.__globals__["fibonacci"] is copy
+
+
+def test_a_function_with_a_cache_of_the_main_script_goes_by_value(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    main = types.ModuleType("__main__")
+    exec("import functools\n@functools.cache\ndef five():\n    return 5", vars(main))
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    body = dumps(main.five, False)
+    del main.five  # the receiver's main has no such name
+    assert pickle.loads(body)() == 5
 
 
 def test_a_local_function_with_a_cache_can_be_called(mesh: Mesh) -> None:
     def local() -> int:
         return 5
 
-    call = functools.partial(zrpc.rpc_sync, "worker1", functools.cache(local))
-    assert mesh.run(0, call) == 5
     assert mesh.run(0, zrpc.rpc_sync, "worker1", functools.cache(lambda: local() + 1)) == 6
 
 
@@ -99,18 +107,8 @@ def test_a_function_that_uses_the_environment_finds_that_of_its_process() -> Non
     assert found[2] == method
 
 
-@pytest.mark.system
-def test_a_function_with_a_cache_of_the_main_script_runs_in_processes(
-    make_mesh: MakeMesh, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fibonacci, "__module__", "__main__")
-    mesh = make_mesh(workers=2, processes=True)
-    assert mesh.run(0, fibonacci, 20) == 6765
-    assert mesh.run(0, zrpc.rpc_sync, "worker1", fibonacci, (20,)) == 6765
-
-
-@pytest.mark.system
-def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
+@pytest.mark.zrpc(processes=True, workers=1)
+def test_a_class_keeps_its_slots(mesh: Mesh) -> None:
     class Point:
         __slots__ = ("__y", "x")
 
@@ -120,26 +118,9 @@ def test_a_class_keeps_its_slots(make_mesh: MakeMesh) -> None:
         def content(self) -> tuple[int, int]:
             return self.x, self.__y
 
-    class Failed(Exception):
-        __slots__ = ("code",)
-
-        def __init__(self, code: int) -> None:
-            self.code = code
-
-    def fail() -> None:
-        raise Failed(3)
-
-    mesh = make_mesh(workers=1, processes=True)
     there, back = mesh.run(0, lambda point: (hasattr(point, "__dict__"), point), Point())
     assert not there
     assert back.content() == (1, 2)
-    with pytest.raises(Failed) as caught:
-        mesh.run(0, fail)
-    assert caught.value.code == 3
-
-
-def copied(function: Any) -> Any:
-    return pickle.loads(dumps(function))
 
 
 def make_counter() -> Callable[[], int]:

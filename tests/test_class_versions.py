@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from tests.support.handled import signal_handlers
+from tests.support.targets import fail
+from tests.support.threads import start_all
 from zrpc.class_versions import ClassVersions
 
 ID = "the id"
@@ -79,17 +81,6 @@ def b() -> Process:
     return Process()
 
 
-def test_a_class_is_made_once_and_keeps_its_state(a: Process, b: Process) -> None:
-    a.define(total=0, act=first)
-    there = b.receive(a.send())
-    assert (there.total, there().act()) == (0, "first")
-    there.total += 1
-    there.added = 1
-    a.known[ID].total = 5  # type: ignore[attr-defined]
-    assert b.receive(a.send()) is there
-    assert (there.total, there.added, b.made) == (1, 1, 1)
-
-
 def test_what_is_redefined_follows_its_process() -> None:
     for as_attribute in (
         lambda f: f,
@@ -107,12 +98,13 @@ def test_what_is_redefined_follows_its_process() -> None:
         if isinstance(changed, functools.cached_property):
             changed.__set_name__(thing, "act")
         thing.act, thing.more, thing.limit = changed, third, 3
+        thing.__doc__, thing.__hash__ = "second", None
         del thing.gone
-        b.receive(a.send())
+        assert b.receive(a.send()) is there
         found = there().act
         result = found() if callable(found) else found
         assert (result, there().more(), there.limit, there.total) == ("second", "third", 3, 7)
-        assert not hasattr(there, "gone")
+        assert (there.__doc__, there.__hash__, hasattr(there, "gone")) == ("second", None, False)
 
 
 def test_code_that_is_changed_in_place_follows_too(a: Process, b: Process) -> None:
@@ -157,15 +149,6 @@ def test_only_the_defining_process_raises_the_version(a: Process, b: Process) ->
     assert (thing.total, there.total, beyond.total) == (0, 1, 1)
 
 
-def test_python_s_own_attributes_follow_with_the_code(a: Process, b: Process) -> None:
-    thing = a.define(act=first)
-    thing.__doc__ = "first"
-    there = b.receive(a.send())
-    thing.act, thing.__doc__, thing.__hash__ = second, "second", None
-    b.receive(a.send())
-    assert (there.__doc__, there.__hash__) == ("second", None)
-
-
 def test_classes_that_are_registered_later_arrive(a: Process, b: Process) -> None:
     class Shape(abc.ABC):  # noqa: B024
         pass
@@ -196,27 +179,18 @@ def test_a_thread_waits_until_another_has_filled_a_class(a: Process, b: Process)
         assert go_on.wait(10)
         fill(cls, attributes)
 
-    found: list[str] = []
-    one = threading.Thread(target=b.receive, args=(message, slowly))
-    other = threading.Thread(target=lambda: found.append(b.receive(message)().act()))
-    one.start()
+    one = start_all([lambda: b.receive(message, slowly)], 10)
     assert filling.wait(10)
-    other.start()
+    other = start_all([lambda: b.receive(message)().act()], 10)
     go_on.set()
-    one.join(10)
-    other.join(10)
-    assert (found, b.made) == (["first"], 1)
+    one()
+    assert (other(), b.made) == (["first"], 1)
 
 
-def test_a_class_that_could_not_be_filled_is_filled_by_the_next_message(
-    a: Process, b: Process
-) -> None:
-    def fail(cls: type, attributes: dict[str, Any]) -> None:
-        raise ValueError("metaclass")
-
+def test_a_class_that_could_not_be_filled_is_filled_by_the_next(a: Process, b: Process) -> None:
     a.define(total=0, act=first)
     with pytest.raises(ValueError, match="metaclass"):
-        b.receive(a.send(), fail)
+        b.receive(a.send(), lambda *_: fail(ValueError("metaclass")))
     assert b.receive(a.send())().act() == "first"
 
 
@@ -230,13 +204,10 @@ def test_a_class_that_nobody_uses_is_freed(a: Process, b: Process) -> None:
 
 
 def test_a_signal_handler_may_wait_for_a_thread_that_uses_classes() -> None:
-    process, ended = Process(), []
+    process, numbers = Process(), []
 
     def wait(*_: object) -> None:
-        thread = threading.Thread(target=process.versions.number, args=(int,), daemon=True)
-        thread.start()
-        thread.join(10)
-        ended.append(not thread.is_alive())
+        numbers.extend(start_all([lambda: process.versions.number(int)], 10)())
 
     def fill_interrupted(cls: type, attributes: dict[str, Any]) -> None:
         signal.raise_signal(signal.SIGUSR1)
@@ -245,4 +216,4 @@ def test_a_signal_handler_may_wait_for_a_thread_that_uses_classes() -> None:
     with signal_handlers() as handle:
         handle(wait)
         process.receive((1, {"first": first}), fill_interrupted)
-    assert ended == [True]
+    assert len(numbers) == 1

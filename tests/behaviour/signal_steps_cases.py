@@ -53,10 +53,6 @@ def sync() -> None:
     assert rpc.rpc_sync(1, echo, ("text",)) == "text"
 
 
-def tensor() -> None:
-    assert rpc.rpc_sync(1, torch.neg, (torch.ones(3),)).tolist() == [-1.0] * 3
-
-
 def large_tensor() -> None:
     assert rpc.rpc_sync(1, torch.neg, (LARGE,)).sum() == -100_000
 
@@ -103,11 +99,6 @@ def without_room() -> None:
     assert rpc.wait_all(futures) == [half] * 3
 
 
-def failed() -> None:
-    with pytest.raises(ZeroDivisionError):
-        rpc.rpc_sync(1, divmod, (1, 0))
-
-
 def in_context() -> None:
     with rpc.autograd.context() as context_id:
         leaf, factor = (torch.full((2,), n, requires_grad=True) for n in (1.0, 3.0))
@@ -131,17 +122,14 @@ def left_stream() -> None:
 
 WORK = [
     sync,
-    tensor,
     large_tensor,
     by_value,
-    by_async,
     several,
     in_callback,
     by_remote,
     with_rref,
     cancelled,
     without_room,
-    failed,
     in_context,
     streamed,
     left_stream,

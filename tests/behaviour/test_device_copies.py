@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -90,22 +89,18 @@ def with_thread(tensor: torch.Tensor) -> tuple[int, torch.Tensor]:
 
 
 @SIZES
-def test_the_threads_that_call_and_handle_copy(mesh: Mesh, size: int) -> None:
+def test_the_threads_that_call_and_handle_copy(caller: Mesh, size: int) -> None:
     """Those that receive never do: they wait for no device.
 
     On the stream of handlers, copies to the device would queue behind a collective that waits.
     """
 
-    def call() -> tuple[int, int]:
-        handler, _ = rpc.rpc_sync(1, with_thread, (tensor,))
-        return threading.get_ident(), handler
-
-    tensor = on_device(size)
+    tensor, own = on_device(size), threading.get_ident()
     with fake_device().record() as operations:
-        caller, handler = mesh.run(0, call)
+        handler, _ = rpc.rpc_sync(1, with_thread, (tensor,))
     sent, arrived, *_ = found = copies(operations)
     assert [each.name for each in found] == ["to_cpu", "from_cpu", "to_cpu", "from_cpu"]
-    assert [each.thread for each in found] == [caller, handler, handler, caller]
+    assert [each.thread for each in found] == [own, handler, handler, own]
     allocated = next(each for each in operations if each.name == "allocate")
     assert sent.stream == 0
     assert arrived.stream == allocated.stream > 0
@@ -114,14 +109,11 @@ def test_the_threads_that_call_and_handle_copy(mesh: Mesh, size: int) -> None:
     assert (noted.thread, noted.stream) == (arrived.thread, 0)
 
 
-def test_no_device_is_synchronized(mesh: Mesh) -> None:
-    def call() -> None:
+def test_no_device_is_synchronized(caller: Mesh) -> None:
+    with fake_device().record() as operations:
         rref = rpc.remote(1, echo, (on_device(LARGE),))
         rpc.rpc_sync(2, torch.add, (rref.to_here(), on_device(LARGE)))
         assert [*rpc.rpc_stream(1, items, (2,))]
-
-    with fake_device().record() as operations:
-        mesh.run(0, call)
     assert copies(operations)
     assert "synchronize" not in {each.name for each in operations}
 
@@ -135,18 +127,14 @@ def items(count: int) -> Iterator[torch.Tensor]:
 
 
 @SIZES
-def test_a_call_sends_what_was_queued_before_it(mesh: Mesh, size: int) -> None:
-    def call() -> torch.Tensor:
-        tensor = on_device(size)
-        for _ in range(10):
-            tensor.add_(1)
-        future = rpc.rpc_async(1, gate.wait_inside, (tensor,))
-        tensor.zero_()
-        gate.open()
-        return future.wait()
-
-    with Gate() as gate:
-        assert torch.equal(mesh.run(0, call).cpu(), torch.arange(float(size)) + 10)
+def test_a_call_sends_what_was_queued_before_it(caller: Mesh, size: int, gate: Gate) -> None:
+    tensor = on_device(size)
+    for _ in range(10):
+        tensor.add_(1)
+    future = rpc.rpc_async(1, gate.wait_inside, (tensor,))
+    tensor.zero_()
+    gate.open()
+    assert torch.equal(future.wait().cpu(), torch.arange(float(size)) + 10)
 
 
 # -- failed allocations --------------------------------------------------------------------------
@@ -155,24 +143,20 @@ NO_ROOM = "fake:1 out of memory"
 
 
 @SIZES
-def test_no_memory_for_an_argument_is_its_calls_error(mesh: Mesh, size: int) -> None:
-    def call() -> None:
-        other = rpc.rpc_async(1, gate.wait_inside, (on_device(1),))
-        gate.await_entry()
-        tensor = on_device(size)
-        with fake_device().out_of_memory(above=8):
-            failing = [rpc.rpc_async(1, torch.add, (tensor, 1)) for _ in range(3)]
-            small = rpc.rpc_async(1, torch.numel, (torch.ones(size),))
-            for each in failing:
-                with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
-                    each.wait()
-            assert small.wait() == size
-        gate.open()
-        assert other.wait().tolist() == [0]
-        assert rpc.rpc_sync(1, torch.numel, (tensor,)) == size
-
-    with Gate() as gate:
-        mesh.run(0, call)
+def test_no_memory_for_an_argument_is_its_calls_error(caller: Mesh, size: int, gate: Gate) -> None:
+    other = rpc.rpc_async(1, gate.wait_inside, (on_device(1),))
+    gate.await_entry()
+    tensor = on_device(size)
+    with fake_device().out_of_memory(above=8):
+        failing = [rpc.rpc_async(1, torch.add, (tensor, 1)) for _ in range(3)]
+        small = rpc.rpc_async(1, torch.numel, (torch.ones(size),))
+        for each in failing:
+            with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
+                each.wait()
+        assert small.wait() == size
+    gate.open()
+    assert other.wait().tolist() == [0]
+    assert rpc.rpc_sync(1, torch.numel, (tensor,)) == size
 
 
 def make_late(gate: Gate, size: int) -> torch.Tensor:
@@ -182,22 +166,17 @@ def make_late(gate: Gate, size: int) -> torch.Tensor:
 
 
 @SIZES
-def test_no_memory_for_a_result_is_its_calls_error(mesh: Mesh, size: int) -> None:
-    def call() -> None:
-        late = rpc.rpc_async(1, make_late, (gate, size))
-        rref = rpc.remote(1, make_late, (gate, size))
-        gate.await_entry(2)
-        with fake_device().out_of_memory(above=8):
-            gate.open()
+def test_no_memory_for_a_result_is_its_calls_error(caller: Mesh, size: int, gate: Gate) -> None:
+    late = rpc.rpc_async(1, make_late, (gate, size))
+    rref = rpc.remote(1, make_late, (gate, size))
+    gate.await_entry(2)
+    with fake_device().out_of_memory(above=8):
+        gate.open()
+        for wait in (late.wait, rref.to_here):
             with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
-                late.wait()
-            with pytest.raises(torch.OutOfMemoryError, match=NO_ROOM):
-                rref.to_here()
-            assert rpc.rpc_sync(1, torch.numel, (torch.ones(size),)) == size
-        assert torch.equal(rref.to_here(), on_device(size))
-
-    with Gate() as gate:
-        mesh.run(0, call)
+                wait()
+        assert rpc.rpc_sync(1, torch.numel, (torch.ones(size),)) == size
+    assert torch.equal(rref.to_here(), on_device(size))
 
 
 # -- what is left --------------------------------------------------------------------------------
@@ -216,31 +195,24 @@ def negated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @SIZES
-def test_device_memory_is_freed_after_a_call(mesh: Mesh, size: int) -> None:
-    def call() -> None:
-        hold(rpc.rpc_sync(1, negated, (hold(on_device(size)),)))
-
+def test_device_memory_is_freed_after_a_call(caller: Mesh, size: int) -> None:
     HELD.clear()
-    mesh.run(0, call)
+    hold(rpc.rpc_sync(1, negated, (hold(on_device(size)),)))
     assert len(HELD) == 4
     until(lambda: all(each() is None for each in HELD), "the tensors are freed")
 
 
 @SIZES
-def test_device_memory_is_freed_after_a_time_out(mesh: Mesh, size: int) -> None:
-    def call() -> None:
-        tensor = on_device(size)
-        held.append(weakref.ref(tensor))
-        late = rpc.rpc_async(1, gate.wait_inside, (tensor,), timeout=0.05)
-        with pytest.raises(rpc.RpcTimeoutError):
-            late.wait()
-        cancelled = rpc.rpc_async(1, gate.wait_inside, (tensor,))
-        gate.await_entry(2)
-        cancelled.cancel()
-        gate.open()
-        assert rpc.rpc_sync(1, torch.numel, (tensor,)) == size
-
-    held: list[weakref.ref[Any]] = []
-    with Gate() as gate:
-        mesh.run(0, call)
-    until(lambda: held[0]() is None, "the tensor is freed", collect=True)
+def test_device_memory_is_freed_after_a_time_out(caller: Mesh, size: int, gate: Gate) -> None:
+    tensor = on_device(size)
+    held = weakref.ref(tensor)
+    late = rpc.rpc_async(1, gate.wait_inside, (tensor,), timeout=0.05)
+    with pytest.raises(rpc.RpcTimeoutError):
+        late.wait()
+    cancelled = rpc.rpc_async(1, gate.wait_inside, (tensor,))
+    gate.await_entry(2)
+    cancelled.cancel()
+    gate.open()
+    assert rpc.rpc_sync(1, torch.numel, (tensor,)) == size
+    del tensor, late, cancelled
+    until(lambda: held() is None, "the tensor is freed", collect=True)

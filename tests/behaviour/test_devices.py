@@ -18,6 +18,8 @@ from zrpc import stand_in
 from zrpc.agent.agent import Agent
 from zrpc.testing import fake_device, local_mesh
 
+pytestmark = pytest.mark.usefixtures("agents")
+
 SWAPPED = {"fake:0": "fake:1", "fake:1": "fake:0"}
 DEVICES = ["fake:0", "fake:1"]
 LARGE = 100_000
@@ -68,7 +70,6 @@ def alike(found: torch.Tensor, wanted: torch.Tensor) -> None:
 # -- the way there and back ------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestMapped:
     def test_arguments_take_the_map_and_results_its_inverse(self) -> None:
         tensors = make("fake:0"), make("fake:1"), make("cpu")
@@ -147,7 +148,6 @@ KINDS = [
 ]
 
 
-@pytest.mark.usefixtures("agents")
 class TestArrival:
     def test_tensors_arrive_as_they_were(self) -> None:
         for make in KINDS:
@@ -185,23 +185,19 @@ class Marked(torch.Tensor):
 # -- the device of a handler -------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestCurrentDevice:
     def test_that_of_the_first_mapped_argument_is_current(self) -> None:
+        owner = rpc.remote("worker1", Owner)
         for first, second, wanted in (("fake:0", "fake:1", 1), ("fake:1", "fake:0", 0)):
             args = make("cpu"), make(first), make(second)
             assert rpc.rpc_sync("worker1", current_device, args) == wanted
             assert rpc.remote("worker1", current_device, args).to_here() == wanted
+            assert owner.rpc_sync().current(make(first)) == wanted
+            assert rpc.rpc_sync("worker2", current_device) == 0  # the next handler has its own
 
     def test_without_one_it_is_the_one_of_the_map(self) -> None:
-        found = rpc.rpc_sync("worker1", _current_of_worker0)
-        assert found == 0  # it names several, and worker0 has named none
-
-    def test_methods_have_it_too_and_the_next_handler_its_own(self) -> None:
-        owner = rpc.remote("worker1", Owner)
-        assert owner.rpc_sync().current(make("fake:0")) == 1
-        assert owner.rpc_sync().current(make("fake:1")) == 0
-        assert rpc.rpc_sync("worker2", current_device) == 0
+        # It names several, and worker0 has named none.
+        assert rpc.rpc_sync("worker1", rpc.rpc_sync, ("worker0", current_device)) == 0
 
     def test_each_step_of_a_coroutine_and_of_a_generator_has_it(self) -> None:
         for function in (generate, generate_later):
@@ -238,10 +234,6 @@ async def generate_later(_: torch.Tensor) -> AsyncIterator[int]:
         await asyncio.sleep(0)
 
 
-def _current_of_worker0() -> int:
-    return rpc.rpc_sync("worker0", current_device)
-
-
 class Owner:
     def current(self, _: torch.Tensor) -> int:
         return current_device()
@@ -250,21 +242,20 @@ class Owner:
 # -- what is refused ---------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("agents")
 class TestUnmapped:
     def test_the_error_names_the_argument_the_device_and_what_to_do(self) -> None:
-        for kwargs, args, name in (
-            ({}, (1, [make("fake:1")]), "1"),
-            ({"x": make("fake:1")}, (), "'x'"),
-        ):
+        args, kwargs = (1, [make("fake:1")]), {"x": make("fake:1")}
+        for how, name in (((args, {}), "1"), (((), kwargs), "'x'")):
             with pytest.raises(rpc.SerializationError) as caught:
-                rpc.rpc_sync("worker2", echo, args, kwargs)
-            text = str(caught.value)
-            assert text.startswith(f"argument {name} of echo: Request device mapping is not ")
-            assert "a tensor on fake:1 of worker0" in text
-            assert 'options.set_device_map("worker2", {"fake:1": "fake:1"}) on worker0' in text
-            assert "tensor.cpu()" in text
-            assert 'RemoteModule("worker2/fake:1", ...)' in text
+                rpc.rpc_sync("worker2", echo, *how)
+            for part in (
+                f"argument {name} of echo: Request device mapping is not ",
+                "a tensor on fake:1 of worker0",
+                'options.set_device_map("worker2", {"fake:1": "fake:1"}) on worker0',
+                "tensor.cpu()",
+                'RemoteModule("worker2/fake:1", ...)',
+            ):
+                assert part in str(caught.value)
 
     def test_a_device_that_the_map_does_not_name_is_refused(self) -> None:
         with pytest.raises(rpc.SerializationError, match="on fake:1 of worker1"):
@@ -315,7 +306,6 @@ def fail_with_tensor(kind: type[Exception]) -> None:
     raise kind("a reason", make("fake:0"), make("cpu"))
 
 
-@pytest.mark.usefixtures("agents")
 @pytest.mark.parametrize("scope", [contextlib.nullcontext, rpc.autograd.context])
 def test_a_tensor_on_a_device_never_hides_an_exception(scope: Any) -> None:
     class Local(Exception):

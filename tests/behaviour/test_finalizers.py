@@ -24,20 +24,17 @@ from zrpc.testing import Mesh
 Interrupt = Callable[[Agent], None]
 
 
-class Released:
-    """Counts the calls of finalizers."""
-
-    event = threading.Event()
+released = threading.Event()  # by the call of a finalizer
 
 
 def release() -> str:
-    Released.event.set()
+    released.set()
     return "released"
 
 
 def wait_cancelled() -> None:
     assert zrpc.current_call().wait_cancelled(SOON)
-    Released.event.set()
+    released.set()
 
 
 class Handle:
@@ -72,7 +69,7 @@ interrupts = pytest.mark.parametrize("interrupt", [in_a_turn, in_a_result])
 
 @pytest.fixture(autouse=True)
 def collect_before() -> None:
-    Released.event.clear()
+    released.clear()
     gc.collect()
 
 
@@ -100,10 +97,10 @@ def finalized(mesh: Mesh, interrupt: Interrupt, act: Callable[[], Any]) -> Any:
 def test_a_finalizer_calls_without_a_wait(mesh: Mesh, interrupt: Interrupt) -> None:
     future = finalized(mesh, interrupt, lambda: zrpc.rpc_async("worker1", release))
     assert future.wait() == "released"
-    Released.event.clear()
+    released.clear()
     error = finalized(mesh, interrupt, lambda: zrpc.rpc_sync("worker1", release, timeout=0))
     assert "finalizer" in str(error)
-    assert Released.event.wait(SOON)  # the call is made nevertheless
+    assert released.wait(SOON)  # the call is made nevertheless
 
 
 @interrupts
@@ -126,7 +123,7 @@ def test_a_finalizer_cancels_a_call(mesh: Mesh, interrupt: Interrupt) -> None:
 
     mesh.run(0, run)
     assert cancelled == [True]
-    assert Released.event.wait(SOON)
+    assert released.wait(SOON)
 
 
 def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
@@ -157,9 +154,7 @@ def call_while_the_collector_runs(make: Callable[[], Any]) -> list[str]:
     return [each.to_here() if isinstance(each, zrpc.RRef) else each.wait() for each in made]
 
 
-def test_a_finalizer_acts_wherever_the_collector_interrupts(
-    mesh: Mesh,
-) -> None:
+def test_a_finalizer_acts_wherever_the_collector_interrupts(mesh: Mesh) -> None:
     """It holds up no worker. An RRef is not made everywhere."""
     call = functools.partial(zrpc.rpc_async, "worker0", release)
     make = functools.partial(zrpc.RRef, "released")

@@ -39,19 +39,18 @@ def flood(gate: Gate, count: int, argument: Any = PART) -> int:
     return sum(future.wait() == argument for future in futures)
 
 
-def test_calls_wait_rather_than_pile_up(mesh: Mesh, gate: Gate) -> None:
-    flooding = mesh.submit(0, flood, gate, 40)
-    until(lambda: "worker1" in stats_of(mesh).peers)
-    until_waiting(mesh)
-    assert 0 < calls_to(mesh, 1).bytes_in_flight <= LIMIT
-    with mesh.agent(0).as_current():
-        # Calls of other threads wait behind it, not beyond their timeouts.
-        with pytest.raises(rpc.RpcTimeoutError, match=r"not sent within.*50 ms.*max_bytes_in_fl"):
-            rpc.rpc_sync(1, abs, (-1,), timeout=0.05)
-        assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
+def test_calls_wait_rather_than_pile_up(caller: Mesh, gate: Gate) -> None:
+    flooding = caller.submit(0, flood, gate, 40)
+    until(lambda: "worker1" in stats_of(caller).peers)
+    until_waiting(caller)
+    assert 0 < calls_to(caller, 1).bytes_in_flight <= LIMIT
+    # Calls of other threads wait behind it, not beyond their timeouts.
+    with pytest.raises(rpc.RpcTimeoutError, match=r"not sent within.*50 ms.*max_bytes_in_fl"):
+        rpc.rpc_sync(1, abs, (-1,), timeout=0.05)
+    assert rpc.rpc_sync(0, abs, (-1,), timeout=20) == 1  # another worker
     gate.open()
     assert flooding.result(SOON) == 40
-    until_empty(mesh)
+    until_empty(caller)
 
 
 def call_back(to: int, padding: bytes) -> int:
@@ -78,20 +77,19 @@ times_left: list[float | None] = []
 
 
 @pytest.mark.system
-def test_the_wait_for_room_counts_as_part_of_the_timeout(mesh: Mesh, gate: Gate) -> None:
+def test_the_wait_for_room_counts_as_part_of_the_timeout(caller: Mesh, gate: Gate) -> None:
     """Also for the callee, which else would work on when nobody waits."""
-    filling = mesh.submit(0, flood, gate, 1, bytes(LIMIT))
+    filling = caller.submit(0, flood, gate, 1, bytes(LIMIT))
     gate.await_entry()
     opener = threading.Timer(0.3, gate.open)
     opener.start()
-    with mesh.agent(0).as_current():
-        assert rpc.rpc_sync(1, time_left, timeout=20) < 19.8
+    assert rpc.rpc_sync(1, time_left, timeout=20) < 19.8
     opener.join()
     filling.result(SOON)
 
 
 @pytest.mark.system
-def test_room_that_comes_at_the_deadline(mesh: Mesh) -> None:
+def test_room_that_comes_at_the_deadline(caller: Mesh) -> None:
     """The caller is late, at any step. A deadline of 0 in the request would mean no deadline."""
 
     def late(number: int) -> bool:
@@ -109,12 +107,11 @@ def test_room_that_comes_at_the_deadline(mesh: Mesh) -> None:
         return bool(steps.place)
 
     times_left.clear()
-    with mesh.agent(0).as_current():
-        for number in some_steps(lambda: late(0)):
-            late(number)
-    until(lambda: not busy(mesh), "all handlers have ended")
+    for number in some_steps(lambda: late(0)):
+        late(number)
+    until(lambda: not busy(caller), "all handlers have ended")
     assert None not in times_left
-    until_empty(mesh)
+    until_empty(caller)
 
 
 # -- calls of coroutines, which never wait for room before they return a future --------------------

@@ -25,6 +25,7 @@ from tests.support.steps import at_step, interrupt, some_steps
 from tests.support.targets import echo, fail
 from tests.support.threads import start_all
 from tests.support.waiting import SOON
+from tests.support.ways import by_async
 from zrpc.testing import Mesh
 
 
@@ -68,15 +69,15 @@ def test_a_type_error_is_that_of_torch_unless_it_is_the_callees(shared: Mesh) ->
     assert info.type is TypeError
 
 
-def test_an_error_in_a_callback_is_logged(shared: Mesh, caplog: pytest.LogCaptureFixture) -> None:
-    ran = threading.Event()
-    with Gate() as gate:
-        future = rpc.rpc_async(1, gate.wait_inside, (1,))
-        future.add_done_callback(lambda f: fail(KeyError("in a callback")))
-        future.add_done_callback(lambda f: fail(SystemExit("in another callback")))
-        future.add_done_callback(lambda f: ran.set())
-        gate.open()  # only now, or they would run in two threads
-        assert ran.wait(SOON)
+def test_an_error_in_a_callback_is_logged(
+    shared: Mesh, caplog: pytest.LogCaptureFixture, gate: Gate
+) -> None:
+    future, ran = rpc.rpc_async(1, gate.wait_inside, (1,)), threading.Event()
+    future.add_done_callback(lambda f: fail(KeyError("in a callback")))
+    future.add_done_callback(lambda f: fail(SystemExit("in another callback")))
+    future.add_done_callback(lambda f: ran.set())
+    gate.open()  # only now, or they would run in two threads
+    assert ran.wait(SOON)
     assert future.wait() == 1
     assert "in a callback" in caplog.text
     assert "in another callback" in caplog.text
@@ -96,9 +97,7 @@ def test_whatever_is_raised_in_then_fails_the_new_future(shared: Mesh) -> None:
                 ask()
 
 
-def test_ctrl_c_in_a_callback_fails_its_future_too(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_ctrl_c_in_a_callback_fails_its_future_too(caplog: pytest.LogCaptureFixture) -> None:
     future: rpc.Future[int] = rpc.Future()
     interrupted = chain(future, 2).then(lambda f: fail(KeyboardInterrupt("^C")))
     after = interrupted.then(caught)
@@ -118,13 +117,14 @@ def test_ctrl_c_in_a_callback_fails_its_future_too(
 def test_ctrl_c_between_callbacks_loses_none() -> None:
     def run(number: int) -> None:
         future: rpc.Future[int] = rpc.Future()
-        last = chain(future, 30)
+        last = chain(future, 15)
         with at_step(number, interrupt), contextlib.suppress(KeyboardInterrupt):
             future.set_result(0)
         if not future.done():  # it was interrupted before that
             future.set_result(0)
         assert caught(last) in (None, KeyboardInterrupt)
 
+    run(0)  # takes more steps than later ones
     for number in some_steps(lambda: run(0)):
         run(number)
 
@@ -147,12 +147,9 @@ def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, ga
         answers.open()  # only now, or a callback would run, and block, in `then`
         gate.await_entry()
         assert [rpc.rpc_sync(1, echo, (i,)) for i in range(20)] == list(range(20))
-        future = rpc.rpc_async(1, echo, ("x",))
-        assert future.wait() == "x"
+        assert by_async(1, echo, ("x",)) == "x"
         # Also where nobody waits in wait(): its completion takes another thread's place.
-        done = threading.Event()
-        rpc.rpc_async(1, echo, (1,)).add_done_callback(lambda f: done.set())
-        assert done.wait(SOON)
+        assert result_within(rpc.rpc_async(1, echo, (1,)), SOON) == 1
         gate.open()
         assert [f.wait() for f in blocked] == [None] * 3
 
@@ -161,19 +158,13 @@ def test_callbacks_that_block_hold_up_neither_calls_nor_answers(caller: Mesh, ga
 def test_a_callback_near_the_recursion_limit_is_not_lost(done: bool) -> None:
     """Torch would lose it, or end the process."""
     for left in range(2, 240, 2):
-        future = rpc.Future()
-        results = []
-        if done:
-            future.set_result(1)
-        else:
-            results.append(future.then(lambda f: f.value() + 1))
-
-        def act(future: Any = future, results: Any = results) -> None:
-            results.append(future.then(lambda f: f.value() + 1) if done else future.set_result(1))
-
-        call_with_frames_left(left, act)
-        if results and future.done():
-            assert result_within(results[0], SOON) == 2
+        future: rpc.Future[int] = rpc.Future()
+        add, complete = partial(future.then, lambda f: f.value() + 1), partial(future.set_result, 1)
+        acts = (complete, add) if done else (add, complete)
+        results = [acts[0]()]
+        call_with_frames_left(left, lambda act=acts[1], results=results: results.append(act()))
+        if future.done() and (added := results[1:] if done else results[:1]):
+            assert result_within(added[0], SOON) == 2
 
 
 def test_the_value_of_a_call_is_not_lost_if_a_wait_finds_no_room_for_it(shared: Mesh) -> None:
@@ -250,14 +241,16 @@ def test_the_thread_that_completes_a_future_runs_a_chain_of_any_length() -> None
 def test_callbacks_of_the_next_future_come_before_the_others() -> None:
     """However deep they are, as if each ran inside of what completes its future."""
     for depth in (0, 50):
-        first: rpc.Future[int] = rpc.Future()
+        first, order = rpc.Future[int](), list[str]()
         last = chain(first, depth)
-        order: list[str] = []
-        note = order.append
-        one = last.then(lambda f, note=note: note("a"))
-        one.then(lambda f, note=note: note("a1")).then(lambda f, note=note: note("a11"))
-        one.then(lambda f, note=note: note("a2"))
-        last.then(lambda f, note=note: note("b"))
+
+        def note(future: Any, text: str, order: list[str] = order) -> Any:
+            return future.then(lambda _: order.append(text))
+
+        one = note(last, "a")
+        note(note(one, "a1"), "a11")
+        note(one, "a2")
+        note(last, "b")
         first.set_result(0)
         assert order == ["a", "a1", "a11", "a2", "b"]
 

@@ -19,7 +19,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 import zrpc as rpc
 from tests.support.identity import here
-from tests.support.targets import echo
+from tests.support.targets import Unreadable, echo
 from tests.support.travel import LARGE, SMALL, back
 from tests.support.ways import WAYS
 from zrpc.functions import async_execution
@@ -53,9 +53,6 @@ async def set_precision_async() -> int:
 
 
 class Setter:
-    def __init__(self) -> None:
-        set_variable()
-
     set = staticmethod(set_variable)
 
 
@@ -83,17 +80,15 @@ def test_what_a_handler_or_a_callback_sets_is_not_seen_by_the_next(caller: Mesh)
 def test_handlers_see_what_was_set_before_their_worker_started(alone: int) -> None:
     def run() -> list[object]:
         variable.set("before")
+        decimal.setcontext(decimal.Context(prec=50))
         with rpc.session("me", rank=0, world_size=1):
             variable.set("after")
-            return [rpc.rpc_sync("me", setter) for setter in (set_variable, set_variable_async)]
-
-    assert contextvars.copy_context().run(run) == ["before", "before"]
-    with decimal.localcontext() as context:
-        context.prec = 50
-        with rpc.session("me", rank=0, world_size=1):
-            for setter in (set_precision, set_precision_async):
-                assert [rpc.rpc_sync("me", setter) for _ in range(20)] == [50] * 20
+            setters = (set_variable, set_variable_async, set_precision, set_precision_async)
+            found = [{rpc.rpc_sync("me", setter) for _ in range(20)} for setter in setters]
         assert decimal.getcontext().prec == 50
+        return found
+
+    assert contextvars.copy_context().run(run) == [{"before"}, {"before"}, {50}, {50}]
 
 
 # -- the current call ----------------------------------------------------------------------------
@@ -118,20 +113,18 @@ def test_a_handler_finds_its_call(shared: Mesh) -> None:
     for function in (describe, describe_async, describe_later):
         for timeout in (0, 5):
             caller, cancelled, remaining, text = rpc.rpc_sync(1, function, timeout=timeout)
-            assert caller == rpc.get_worker_info(0)
-            assert not cancelled
+            assert (caller.id, cancelled) == (0, False)
             assert remaining is None if not timeout else 0 < remaining <= timeout
             assert text == f"<Call from {caller}, waited for>"
-    assert rpc.rpc_sync(1, describe_both)
+    assert rpc.rpc_sync(1, callers_in_turn) == [0, 1, 0]
     with pytest.raises(rpc.RpcError, match="there is no current call"):
         rpc.current_call()
 
 
-def describe_both() -> bool:
+def callers_in_turn() -> list[int]:
     """Is called by worker0, and calls its own worker."""
-    outer = rpc.current_call()
-    inner = rpc.rpc_sync(1, describe)
-    return (outer.caller.id, inner[0].id) == (0, 1) and rpc.current_call().caller == outer.caller
+    callers = (rpc.current_call().caller, rpc.rpc_sync(1, describe)[0], rpc.current_call().caller)
+    return [caller.id for caller in callers]
 
 
 # -- modes of torch ------------------------------------------------------------------------------
@@ -184,19 +177,10 @@ class Doubled:
     """A value that torch computes on where it arrives."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+        self.tensor = tensor * 2
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Doubled._receive, (self.tensor,)
-
-    @classmethod
-    def _receive(cls, tensor: torch.Tensor) -> Doubled:
-        return cls(tensor * 2)
-
-
-class Unreadable:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return int, ("x",)
+        return Doubled, (self.tensor,)
 
 
 @contextlib.contextmanager
@@ -217,12 +201,10 @@ def test_what_arrives_does_not_depend_on_modes(shared: Mesh, mode: Any, size: in
             with pytest.raises(rpc.SerializationError):
                 call(1, Unreadable)
             assert (torch.is_grad_enabled(), torch.is_inference_mode_enabled()) == before
-        for tensor in (plain, leaf, doubled.tensor, values, coo):
-            assert not tensor.is_inference()
-        assert not plain.requires_grad
-        assert leaf.is_leaf
-        assert leaf.requires_grad
-        assert doubled.tensor.requires_grad
+        received = (plain, leaf, doubled.tensor, values, coo)
+        assert not any(tensor.is_inference() for tensor in received)
+        required = [tensor.requires_grad for tensor in received[:3]]
+        assert (required, leaf.is_leaf) == ([False, True, True], True)
         weight = torch.ones(size, requires_grad=True)
         (plain * weight).sum().backward()  # which keeps what has arrived
         assert weight.grad is not None

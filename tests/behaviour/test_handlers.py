@@ -6,7 +6,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ import torch
 
 import zrpc as rpc
 from tests.support.gates import Gate
-from tests.support.identity import here
+from tests.support.identity import emptied, here
 from tests.support.targets import echo, fail
 from tests.support.waiting import SOON, until
 from tests.support.ways import WAYS, Call, ways
@@ -141,14 +140,6 @@ def _scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-@torch.jit.script
-def _forks(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
-    return torch.jit.fork(_scripted, x)
-
-
-script_later = async_execution(_forks)
-
-
 @async_execution
 def forks(x: torch.Tensor) -> Any:
     return torch.jit.fork(_scripted, x)
@@ -160,20 +151,11 @@ def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
     return torch.jit.fork(_scripted, x)
 
 
-class Scripts:
-    @staticmethod
-    @async_execution
-    @torch.jit.script
-    def decorated(x: torch.Tensor) -> torch.jit.Future[torch.Tensor]:
-        return torch.jit.fork(_scripted, x)
-
-
 def test_torch_script(shared: Mesh) -> None:
-    for func in (forks, script_later, decorated, Scripts.decorated):
+    for func in (forks, decorated):
         assert rpc.rpc_sync(1, func, (torch.ones(1),)) == torch.tensor([2.0])
-    for func in (decorated, Scripts.decorated):
-        assert rpc.rpc_sync(1, echo, (func,)) is func  # by its name
-        assert func(torch.ones(1)).wait() == 2
+    assert rpc.rpc_sync(1, echo, (decorated,)) is decorated  # by its name
+    assert decorated(torch.ones(1)).wait() == 2
 
 
 class Argument:
@@ -195,27 +177,25 @@ def hold(script: Any, argument: Argument) -> Any:
     return _Held.future
 
 
-def call_with_script(mesh: Mesh, call: Call) -> Any:
-    with mesh.agent(0).as_current():
-        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
-
-
 @ways
 def test_a_script_that_came_stays_until_the_future_is_done(shared: Mesh, call: Call) -> None:
     """What it has forked runs on meanwhile, and needs its code."""
     _Held.returned = threading.Event()
-    with ThreadPoolExecutor(1) as executor:
-        answer = executor.submit(call_with_script, shared, call)
-        assert _Held.returned.wait(SOON)
-        gc.collect()
-        there = _Held.script() is not None
-        _Held.future.set_result(3)
-        assert answer.result(SOON) == 3
+
+    def call_with_script() -> Any:
+        return call(1, hold, (torch.jit.script(torch.nn.Identity()), Argument()))
+
+    answer = shared.submit(0, call_with_script)
+    assert _Held.returned.wait(SOON)
+    gc.collect()
+    there = _Held.script() is not None
+    _Held.future.set_result(3)
+    assert answer.result(SOON) == 3
     assert there
     until(lambda: _Held.script() is None, "the script is still there after the answer")
 
 
-_parked: list[Any] = []
+_parked: list[Any] = emptied([])
 
 
 @async_execution
@@ -226,7 +206,6 @@ def park() -> Any:
 
 @ONE_THREAD
 def test_many_can_be_in_progress_with_one_thread(caller: Mesh) -> None:
-    _parked.clear()
     futures = [rpc.rpc_async(1, park) for _ in range(50)]
     # Calls of one worker begin in their order, and the one thread has begun all of them.
     assert rpc.rpc_sync(1, here(lambda: len(_parked))) == 50
@@ -273,26 +252,24 @@ async def stop_the_loop() -> str:
     return "stopped"
 
 
-_events: dict[int, asyncio.Event] = {}
+_event = asyncio.Event()
 
 
-async def wait_for_event(key: int) -> str:
-    event = _events.setdefault(key, asyncio.Event())
-    await asyncio.wait_for(event.wait(), SOON)
+async def wait_for_event() -> str:
+    await asyncio.wait_for(_event.wait(), SOON)
     return "was set"
 
 
-async def set_event(key: int) -> None:
-    _events.setdefault(key, asyncio.Event()).set()
+async def set_event() -> None:
+    _event.set()
 
 
 @pytest.mark.zrpc(timeout=15)
 def test_coroutines_of_one_worker_can_meet_also_if_one_stops_their_loop(caller: Mesh) -> None:
     """The worker shuts down as ever: the fixture sees to that."""
-    _events.clear()
-    waiting = [rpc.rpc_async(1, wait_for_event, (7,)) for _ in range(30)]
+    waiting = [rpc.rpc_async(1, wait_for_event) for _ in range(30)]
     assert rpc.rpc_sync(1, stop_the_loop, timeout=5) == "stopped"
-    rpc.rpc_sync(1, set_event, (7,), timeout=5)
+    rpc.rpc_sync(1, set_event, timeout=5)
     assert torch.futures.wait_all(waiting) == ["was set"] * 30
 
 

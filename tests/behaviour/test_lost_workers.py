@@ -26,6 +26,8 @@ from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh, faults
 
+pytestmark = pytest.mark.system  # all but a few wait for a time-out or start processes
+
 MakeMesh = Callable[..., Mesh]
 
 LIMIT = 1.5
@@ -88,7 +90,6 @@ def test_a_worker_that_is_stopped(mesh: Mesh, tmp_path: Any) -> None:
     assert mesh.run(1, rpc.rpc_sync, 2, max, (1, 2)) == 2  # which had nothing to do with it
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_a_worker_that_leaves_was_heard_from(caller: Mesh, gate: Gate) -> None:
     """Its last message may have come a moment ago; that it leaves may be its only one."""
@@ -195,8 +196,8 @@ def test_a_worker_of_another_host_that_dies(programs: Programs) -> None:
 # -- what is no death ------------------------------------------------------------------------
 
 
-@pytest.mark.zrpc(processes=True, options={"heartbeat_timeout": 0.8})
-def test_a_worker_whose_python_does_not_get_to_run(mesh: Mesh) -> None:
+@pytest.mark.zrpc(processes=True, options={**SHORT, "shared_memory": 0}, timeout=60)
+def test_a_held_interpreter_and_a_large_message_are_no_silence(mesh: Mesh) -> None:
     def hold_the_interpreter(seconds: float) -> str:
         import ctypes
 
@@ -204,19 +205,14 @@ def test_a_worker_whose_python_does_not_get_to_run(mesh: Mesh) -> None:
         ctypes.PyDLL(None).usleep(int(seconds * 1e6))
         return "done"
 
-    # Neither the one that is held up nor the one that waits for it gives up the other.
-    assert mesh.run(0, rpc.rpc_sync, 1, hold_the_interpreter, (2.0,)) == "done"
-    assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
-
-
-@pytest.mark.zrpc(processes=True, options={**SHORT, "shared_memory": 0}, timeout=60)
-def test_a_large_message_is_no_silence(mesh: Mesh) -> None:
     def both_ways() -> int:
         import torch
 
         tensor = torch.ones(20_000_000)
         return rpc.rpc_sync(1, torch.neg, (tensor,)).numel()
 
+    # Neither the one that is held up nor the one that waits for it gives up the other.
+    assert mesh.run(0, rpc.rpc_sync, 1, hold_the_interpreter, (2.0,)) == "done"
     assert mesh.run(0, both_ways) == 20_000_000
     assert mesh.run(1, rpc.rpc_sync, 0, max, (1, 2)) == 2
 
@@ -236,7 +232,6 @@ def test_a_mesh_that_is_stopped_as_a_whole_goes_on(mesh: Mesh) -> None:
     assert mesh.run_all(call_all) == [[2] * 3] * 3
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(options={"heartbeat_timeout": 0.8})
 def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplog: Any) -> None:
     agent = mesh.agent(0)
@@ -257,7 +252,6 @@ def test_without_heartbeats_nobody_is_silent(mesh: Mesh, monkeypatch: Any, caplo
 # -- hooks -----------------------------------------------------------------------------------
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_hooks_are_called_for_present_and_for_lost_workers(caller: Mesh, caplog: Any) -> None:
     names: list[str] = []
@@ -275,17 +269,14 @@ def test_hooks_are_called_for_present_and_for_lost_workers(caller: Mesh, caplog:
     caller.run(1, rpc.shutdown, graceful=False)
     until(lambda: told)
     # Those that come later are told as well.
-    late: list[str] = []
-    rpc.on_worker_lost(lambda worker: late.append(worker.name))
-    until(lambda: late == ["worker1"], lambda: str(late))
-    ((name, value, thread),) = told
-    assert (name, value) == ("worker1", 7)
-    assert "-io" not in thread
+    rpc.on_worker_lost(call_another)
+    until(lambda: len(told) == 2)
+    assert told[0][:2] == told[1][:2] == ("worker1", 7)
+    assert "-io" not in told[0][2]
     assert names == ["worker1", "worker2"]
     assert sum("ZeroDivisionError" in (r.exc_text or "") for r in caplog.records) == 1
 
 
-@pytest.mark.system
 def test_a_graceful_shutdown_loses_nobody(make_mesh: MakeMesh) -> None:
     names: list[str] = []
     for _ in range(5):
@@ -329,7 +320,6 @@ def one_way(mesh: Mesh, unreachable: str) -> str:
     return unreachable
 
 
-@pytest.mark.system
 @tcp()
 @pytest.mark.parametrize("caller", [0, 1])
 def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: int) -> None:
@@ -344,7 +334,6 @@ def test_a_call_fails_and_names_the_direction(mesh: Mesh, one_way: str, caller: 
     assert mesh.run(0, rpc.rpc_sync, 2, echo, (1,)) == 1
 
 
-@pytest.mark.system
 @tcp(10)
 def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     own = mesh.agent(0).network.tcp_endpoint
@@ -357,15 +346,13 @@ def test_a_timeout_names_the_direction(mesh: Mesh, one_way: str) -> None:
     mesh.shutdown(graceful=False)
 
 
-@pytest.mark.system
 @tcp()
 @pytest.mark.usefixtures("one_way")
 @pytest.mark.parametrize("calls", [0, 1])
-def test_the_shutdown_of_all_ends(mesh: Mesh, calls: int) -> None:
-    with mesh.agent(0).as_current():
-        pending = [rpc.rpc_async(1, echo, (1,), timeout=0) for _ in range(calls)]
-    until(lambda: mesh.agent(1).dispatcher.received.get(0, 0) >= calls)
-    for future in [mesh.submit(rank, rpc.shutdown) for rank in range(3)]:
+def test_the_shutdown_of_all_ends(caller: Mesh, calls: int) -> None:
+    pending = [rpc.rpc_async(1, echo, (1,), timeout=0) for _ in range(calls)]
+    until(lambda: caller.agent(1).dispatcher.received.get(0, 0) >= calls)
+    for future in [caller.submit(rank, rpc.shutdown) for rank in range(3)]:
         future.result(SOON)
     for call in pending:
         with pytest.raises(rpc.WorkerDied):

@@ -8,6 +8,7 @@ import pickle
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -98,10 +99,8 @@ def test_workers_know_themselves_and_each_other(caller: Mesh) -> None:
 
 def test_worker_info_is_a_value() -> None:
     info = rpc.WorkerInfo("w1", 1)
-    assert info == rpc.WorkerInfo("w1", 1)
-    assert (
-        len({info, rpc.WorkerInfo("w1", 1), rpc.WorkerInfo("w1", 2), rpc.WorkerInfo("w2", 1)}) == 3
-    )
+    others = {rpc.WorkerInfo("w1", 1), rpc.WorkerInfo("w1", 2), rpc.WorkerInfo("w2", 1)}
+    assert len({info, *others}) == 3
     assert pickle.loads(pickle.dumps(info)) == info
     assert repr(info) == "WorkerInfo(id=1, name=w1)"
     with pytest.raises(AttributeError):
@@ -134,24 +133,15 @@ def test_two_meshes_in_one_process_do_not_mix(make_mesh: Callable[..., Mesh]) ->
 
 def test_without_a_mesh_there_is_a_clear_error() -> None:
     for ask in (
-        lambda: rpc.rpc_sync("worker1", max),
-        lambda: rpc.rpc_async("worker1", max),
-        lambda: rpc.remote("worker1", max),
-        lambda: rpc.get_worker_info("worker1"),
-        lambda: rpc.on_worker_lost(print),
-        lambda: rpc.on_worker_joined(print),
-        lambda: rpc.all_gather(1),
+        *(partial(call, "worker1", max) for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote)),
+        *(partial(hook, print) for hook in (rpc.on_worker_lost, rpc.on_worker_joined)),
+        *(partial(rpc.get_worker_info, "worker1"), partial(rpc.all_gather, 1)),
         *(rpc.get_worker_info, rpc.get_worker_infos, rpc.world_size, rpc.barrier, rpc.shutdown),
     ):
         with pytest.raises(rpc.NotInitializedError, match=r"^RPC has not been .*zrpc\.init_rpc"):
             ask()
-    for use in (
-        lambda: rpc.RRef(1),
-        rpc.get_rpc_timeout,
-        lambda: rpc.set_rpc_timeout(1),
-        lambda: rpc.api._set_rpc_timeout(1),
-    ):
-        message = r"Current RPC agent is not set! Did you initialize the RPC framework"
+    message = r"Current RPC agent is not set! Did you initialize the RPC framework"
+    for use in (partial(rpc.RRef, 1), rpc.get_rpc_timeout, partial(rpc.set_rpc_timeout, 1)):
         with pytest.raises(rpc.NotInitializedError, match=message):
             use()
     assert not rpc.is_initialized()

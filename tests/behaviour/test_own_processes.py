@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.support.own_process import passes_in_its_own_process
+from tests.support.programs import run_python
+
+pytestmark = pytest.mark.system
 
 COMPILED = """
 import sys
@@ -46,13 +47,11 @@ for act in (lambda: pickle.loads(pickled), gc.collect):
 
 # Dynamo changes how a process runs all Python functions. If a signal's handler raises between the
 # last two steps of a part, that part may stay begun in its process.
-@pytest.mark.system
 @pytest.mark.parametrize("cases", ["torch_compile_cases", "signal_steps_cases"])
 def test_cases_that_change_their_process_pass(cases: str) -> None:
     passes_in_its_own_process(Path(__file__).with_name(f"{cases}.py"))
 
 
-@pytest.mark.system
 def test_calls_do_not_import_the_compiler_and_it_compiles_nothing_of_zrpc(tmp_path: Path) -> None:
     """Though zrpc is there first; `torch_compile_cases` imports the compiler before zrpc."""
     assert output(COMPILED, tmp_path) == "False 1"
@@ -69,24 +68,23 @@ print("done")
 """
 
 
-@pytest.mark.system
-def test_ctrl_c_is_not_lost_in_a_garbage_collection(tmp_path: Path) -> None:
-    """Code in C that makes many objects runs the collector between two steps of Python.
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [(COLLECTIONS, "raised 0\nraised 0"), (FRAMES, "done")],
+    ids=["ctrl-c", "a look at all frames"],
+)
+def test_a_garbage_collection_in_the_midst_of_code_in_c(
+    program: str, found: str, tmp_path: Path
+) -> None:
+    """It loses no Ctrl-C, and it ends, though Python holds a lock as it looks at all frames.
 
     In the tests' own process there is an audit hook, which would run code of Python in it.
     """
-    assert output(COLLECTIONS, tmp_path) == "raised 0\nraised 0"
-
-
-@pytest.mark.system
-def test_a_garbage_collection_in_the_midst_of_a_look_at_all_frames_ends(tmp_path: Path) -> None:
-    """Python holds a lock meanwhile, which only one look at a time may need."""
-    assert output(FRAMES, tmp_path) == "done"
+    assert output(program, tmp_path) == found
 
 
 def output(program: str, folder: Path) -> str:
     (folder / "program.py").write_text(program)
-    command = [sys.executable, str(folder / "program.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run_python(str(folder / "program.py"))
     assert not done.returncode, done.stderr
     return done.stdout.strip()

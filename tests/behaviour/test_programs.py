@@ -75,8 +75,9 @@ def test_after_an_exception_nobody_waits(programs: Programs) -> None:
         + """
 ready = threading.Event()
 
-def begin():
-    threading.Timer(0.2, ready.set).start()
+def stay():
+    ready.set()
+    time.sleep(3600)
 """
         + JOIN
         + """
@@ -84,8 +85,7 @@ if rank == 1:
     assert ready.wait(50)
     raise ValueError("the program's own")
 try:
-    rpc.rpc_sync("w1", begin)
-    rpc.rpc_sync("w1", time.sleep, (3600,), timeout=20)
+    rpc.rpc_sync("w1", stay, timeout=20)
 except rpc.WorkerDied as error:
     print("told:", error)
 rpc.shutdown(timeout=20)
@@ -95,11 +95,6 @@ rpc.shutdown(timeout=20)
     assert "told: worker w1" in ended[0].output
     assert "ValueError: the program's own" in ended[1].output
     assert programs.left() == []
-
-
-def test_an_exit_code_survives(programs: Programs) -> None:
-    script = HEAD + JOIN + "rpc.shutdown()\nsys.exit(3 + rank)\n"
-    assert codes(programs.run(script, stop_others=False)) == [3, 4]
 
 
 def test_a_fork_of_a_worker_has_no_agent(succeed: Succeed) -> None:
@@ -208,7 +203,7 @@ def slow():
 
 
 def test_programs_end_though_their_threads_call_on(succeed: Succeed) -> None:
-    program = (
+    outputs = succeed(
         HEAD
         + """
 def call_on(pause):
@@ -223,14 +218,14 @@ def begin():
     for pause in 0, 0.01:
         threading.Thread(target=call_on, args=(pause,), daemon=True).start()
     rpc.rpc_sync(other, max, (1, 2))
+
+with rpc.session(f"w{rank}"):
+    begin()
+rpc.init_rpc(f"w{rank}")
+begin()
 """
     )
-    for end in (
-        'with rpc.session(f"w{rank}"):\n    begin()\n',
-        'rpc.init_rpc(f"w{rank}")\nbegin()\n',
-    ):
-        outputs = succeed(program + end)
-        assert not any("Traceback" in output for output in outputs), outputs
+    assert not any("Traceback" in output for output in outputs), outputs
 
 
 def test_a_failure_is_printed_by_a_caller_that_has_not_waited(programs: Programs) -> None:
@@ -250,9 +245,11 @@ if rank == 0:
         pass
     rpc.rpc_async(other, fail, ("lost" + " error",))
 rpc.shutdown()
-"""
+sys.exit(3 + rank)  # the codes survive
+""",
+        stop_others=False,
     )
-    assert codes(ended) == [0, 0], ended
+    assert codes(ended) == [3, 4], ended
     assert "caught error" not in ended[0].output + ended[1].output
     assert ended[0].output.count("nobody waited for it") == 1
     for part in (

@@ -30,6 +30,8 @@ from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
+pytestmark = pytest.mark.system  # all but a few wait for a time-out or start processes
+
 MakeMesh = Callable[..., Mesh]
 
 
@@ -57,13 +59,11 @@ def wait_elsewhere(gate: Gate) -> Any:
     return rpc.rpc_async(0, gate.wait_inside, ("done",))
 
 
-@pytest.mark.system
-def test_it_waits_for_what_runs(mesh: Mesh, gate: Gate) -> None:
-    with mesh.agent(0).as_current():
-        futures = [rpc.rpc_async(1, gate.wait_inside, ("done",))]
-        futures += [rpc.rpc_async(1, each, (gate,)) for each in (wait_then_call, wait_elsewhere)]
+def test_it_waits_for_what_runs(caller: Mesh, gate: Gate) -> None:
+    futures = [rpc.rpc_async(1, gate.wait_inside, ("done",))]
+    futures += [rpc.rpc_async(1, each, (gate,)) for each in (wait_then_call, wait_elsewhere)]
     gate.await_entry(3)
-    ends = [end(mesh, rank) for rank in range(2)]
+    ends = [end(caller, rank) for rank in range(2)]
     assert pending(ends[0], 0.3)
     gate.open()
     for each in ends:
@@ -82,7 +82,6 @@ def fan_out(depth: int) -> None:
             rpc.rpc_async(to, fan_out, (depth - 1,))
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
     _tally.clear()
@@ -91,34 +90,23 @@ def test_it_waits_for_nested_calls_that_nobody_waits_for(mesh: Mesh) -> None:
     assert len(_tally) == sum(3**n for n in range(7))
 
 
-_parked: list[torch.futures.Future[Any]] = []
-
-
 @async_execution
-def park() -> Any:
-    _parked.append(torch.futures.Future())
-    _entered.release()
-    return _parked[-1]
+def park(gate: Gate) -> Any:
+    gate.entered.release()
+    return torch.futures.Future()
 
 
-_entered = threading.Semaphore(0)
-
-
-@pytest.mark.system
-def test_it_does_not_wait_for_a_future_that_nobody_waits_for(mesh: Mesh) -> None:
+def test_it_does_not_wait_for_a_future_that_nobody_waits_for(caller: Mesh, gate: Gate) -> None:
     """As of the batch that a parameter server never fills."""
-    with mesh.agent(0).as_current():
-        rref = rpc.remote(1, park, timeout=0.2)
-        late, cancelled = rpc.rpc_async(1, park, timeout=0.2), rpc.rpc_async(1, park)
-        for _ in range(3):
-            assert _entered.acquire(timeout=SOON)
-        assert cancelled.cancel()
-        for wait in (partial(rref.to_here, 0.3), late.wait, cancelled.wait):
-            with pytest.raises(rpc.RpcError):
-                wait()
-    shut_down(mesh)
-    while _parked:
-        _parked.pop().set_result("too late")
+    rref = rpc.remote(1, park, (gate,), timeout=0.2)
+    late = rpc.rpc_async(1, park, (gate,), timeout=0.2)
+    cancelled = rpc.rpc_async(1, park, (gate,))
+    gate.await_entry(3)
+    assert cancelled.cancel()
+    for wait in (partial(rref.to_here, 0.3), late.wait, cancelled.wait):
+        with pytest.raises(rpc.RpcError):
+            wait()
+    caller.shutdown()
 
 
 def test_right_after_the_start(make_mesh: MakeMesh) -> None:
@@ -138,23 +126,18 @@ def test_again_and_from_several_threads_at_once(mesh: Mesh) -> None:
             rpc.shutdown(graceful=graceful)
 
 
-@pytest.mark.system
-def test_a_timeout_names_the_workers_that_still_serve_calls(mesh: Mesh) -> None:
-    agent = mesh.agent(0)
-    with Gate() as gate:
-        with agent.as_current():
-            call = rpc.rpc_async(1, gate.wait_inside)
-        gate.await_entry()
-        assert call.cancel()  # its handler goes on
-        last = end(mesh, 1)
-        shutdown = agent.graceful_shutdown
-        until(lambda: shutdown.phase)  # worker1 has joined it
-        with pytest.raises(rpc.RpcTimeoutError, match=r"in progress on ranks \[1\]"):
-            end(mesh, 0, timeout=1).result(SOON)
+def test_a_timeout_names_the_workers_that_still_serve_calls(caller: Mesh, gate: Gate) -> None:
+    call = rpc.rpc_async(1, gate.wait_inside)
+    gate.await_entry()
+    assert call.cancel()  # its handler goes on
+    last = end(caller, 1)
+    until(lambda: caller.agent(0).graceful_shutdown.phase)  # worker1 has joined it
+    with pytest.raises(rpc.RpcTimeoutError, match=r"in progress on ranks \[1\]"):
+        end(caller, 0, timeout=1).result(SOON)
+    gate.open()
     last.result(SOON)
 
 
-@pytest.mark.system
 def test_with_a_timeout(mesh: Mesh) -> None:
     begin = time.monotonic()
     with pytest.raises(rpc.RpcTimeoutError, match=r"ranks \[1\] have not begun to shut down"):
@@ -179,12 +162,10 @@ def test_a_graceful_one_from_a_handler_is_refused(caller: Mesh) -> None:
 # -- at once ---------------------------------------------------------------------------------
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_not_graceful_is_at_once_and_local(make_mesh: MakeMesh, transport: str, gate: Gate) -> None:
     mesh = make_mesh(workers=3, options={"transport": transport})
-    with mesh.agent(1).as_current():
-        of_its_own = rpc.rpc_async(0, gate.wait_inside)
+    of_its_own = mesh.run(1, rpc.rpc_async, 0, gate.wait_inside)
     with mesh.agent(0).as_current():
         pending = rpc.rpc_async(1, gate.wait_inside)
         rref = rpc.remote(1, gate.wait_inside)
@@ -219,23 +200,21 @@ def test_a_peer_that_is_stopped_and_was_never_talked_to(mesh: Mesh) -> None:
     mesh.kill(2)
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3)
 def test_the_lowest_rank_leaves_at_once_which_another_has_told_already(mesh: Mesh) -> None:
-    begun = mesh.submit(2, rpc.shutdown)
+    begun = end(mesh, 2)
     mesh.run(0, rpc.shutdown, graceful=False)
-    for each in [begun, mesh.submit(1, rpc.shutdown)]:
-        each.result(SOON)
+    shut_down(mesh, 1)
+    begun.result(SOON)
 
 
-@pytest.mark.system
 @pytest.mark.zrpc(workers=3, faults=True, options={"heartbeat_timeout": 1.0})
 def test_a_network_that_is_cut_during_the_shutdown(mesh: Mesh) -> None:
     first = mesh.submit(2, rpc.shutdown)  # it has told worker0 already
     mesh.run(0, rpc.rpc_sync, 2, echo, (1,))
     with faults.cut(mesh, 0, 2), faults.cut(mesh, 1, 2):
-        for future in [first, mesh.submit(0, rpc.shutdown), mesh.submit(1, rpc.shutdown)]:
-            future.result(SOON)
+        shut_down(mesh, 0, 1)
+        first.result(SOON)
 
 
 @pytest.mark.zrpc(workers=3, processes=True, timeout=60, options={"heartbeat_timeout": 2.0})
@@ -257,12 +236,10 @@ def test_one_that_was_stopped_and_is_told_that_it_was_declared_dead(mesh: Mesh) 
 # -- with a handler that never returns ------------------------------------------------------------
 
 
-@pytest.mark.system
-def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> None:
-    with mesh.agent(0).as_current():
-        pending = rpc.rpc_async(1, gate.wait_inside)
-        gate.await_entry()
-    ends = [mesh.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
+def test_a_handler_that_never_returns_and_a_timeout(caller: Mesh, gate: Gate) -> None:
+    pending = rpc.rpc_async(1, gate.wait_inside)
+    gate.await_entry()
+    ends = [caller.submit(rank, rpc.shutdown, timeout=0.3) for rank in (0, 1)]
     with pytest.raises(rpc.RpcTimeoutError, match=r"still running here: 1"):
         ends[1].result(SOON)
     with pytest.raises(rpc.RpcTimeoutError):
@@ -275,41 +252,31 @@ def test_a_handler_that_never_returns_and_a_timeout(mesh: Mesh, gate: Gate) -> N
 # -- from where user code runs ----------------------------------------------------------------
 
 
-@pytest.mark.system
 def test_from_a_hook(mesh: Mesh) -> None:
     """Not gracefully: that would wait for the hook."""
-    errors: list[str] = []
 
     def leave(worker: rpc.WorkerInfo) -> None:
-        try:
+        with pytest.raises(rpc.RpcError, match="waits for all handlers"):
             rpc.shutdown()
-        except rpc.RpcError as error:
-            errors.append(str(error))
         rpc.shutdown(graceful=False)
 
-    agent = mesh.agent(0)
-    with agent.as_current():
-        rpc.on_worker_lost(leave)
+    mesh.run(0, rpc.on_worker_lost, leave)
     mesh.run(1, rpc.shutdown, graceful=False)
-    until(lambda: agent.closed)
-    assert "waits for all handlers" in errors[0]
+    until(lambda: mesh.agent(0).closed)
 
 
-@pytest.mark.system
-def test_from_a_handler_while_another_thread_waits_for_the_others(mesh: Mesh) -> None:
+def test_from_a_handler_while_another_thread_waits_for_the_others(caller: Mesh) -> None:
     """A worker that leaves all the same no longer waits for them."""
-    waiting = mesh.submit(1, rpc.shutdown)
-    with mesh.agent(0).as_current():
-        assert pending(waiting, 0.2)
-        with pytest.raises(rpc.RpcError):
-            rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=SOON)
+    waiting = caller.submit(1, rpc.shutdown)
+    assert pending(waiting, 0.2)
+    with pytest.raises(rpc.RpcError):
+        rpc.rpc_sync(1, rpc.shutdown, kwargs={"graceful": False}, timeout=SOON)
     waiting.result(SOON)
 
 
-def test_from_a_callback(mesh: Mesh) -> None:
-    with mesh.agent(0).as_current():
-        rpc.rpc_async(1, echo).then(lambda _: rpc.shutdown(graceful=False)).wait()
-    assert mesh.agent(0).closed
+def test_from_a_callback(caller: Mesh) -> None:
+    rpc.rpc_async(1, echo).then(lambda _: rpc.shutdown(graceful=False)).wait()
+    assert caller.agent(0).closed
 
 
 # -- with a part of it that fails ----------------------------------------------------------------
@@ -379,7 +346,6 @@ def losing(mesh: Mesh) -> Mesh:
     return mesh
 
 
-@pytest.mark.system
 @LOSING
 def test_messages_of_the_shutdown_are_lost(losing: Mesh) -> None:
     with faults.drop(losing, 0, 1, count=2) as one, faults.drop(losing, 1, 0, count=1) as other:
@@ -387,19 +353,16 @@ def test_messages_of_the_shutdown_are_lost(losing: Mesh) -> None:
         assert one.happened + other.happened >= 1
 
 
-@pytest.mark.system
 @LOSING
 def test_a_call_without_a_timeout_is_lost(losing: Mesh) -> None:
-    with losing.agent(0).as_current():
-        with faults.drop(losing, 0, 1) as fault:
-            lost = rpc.rpc_async(1, echo, (1,), timeout=0)
-            until(lambda: fault.happened)
-        shut_down(losing)
-        with pytest.raises(rpc.RpcError, match="is lost"):
-            lost.wait()
+    with faults.drop(losing, 0, 1) as fault:
+        lost = losing.run(0, rpc.rpc_async, 1, echo, (1,), timeout=0)
+        until(lambda: fault.happened)
+    shut_down(losing)
+    with pytest.raises(rpc.RpcError, match="is lost"):
+        lost.wait()
 
 
-@pytest.mark.system
 @LOSING
 def test_a_reference_is_lost(losing: Mesh) -> None:
     """Its sender waits for the word that it has arrived, which never comes."""

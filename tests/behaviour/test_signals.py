@@ -18,7 +18,7 @@ from tests.support.agents import join_all
 from tests.support.gates import Gate
 from tests.support.handled import Handle, signal_handlers
 from tests.support.steps import at_step, interrupt, some_steps
-from tests.support.targets import echo, fail_with
+from tests.support.targets import echo, fail, fail_with
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from tests.support.watched import Watched
@@ -234,18 +234,17 @@ class Sends:
 class SendsOnArrival:
     """A value that sends a signal when it is unpickled for the first time."""
 
-    arrivals = itertools.count()
-
     def __reduce__(self) -> Any:
-        return arrive, (next(self.arrivals),)
+        return send_once, (next(numbers),)
 
 
-arrived = set()
+numbers = itertools.count()
+sent: set[int] = set()
 
 
-def arrive(number: int) -> str:
-    if number not in arrived:
-        arrived.add(number)
+def send_once(number: int) -> str:
+    if number not in sent:
+        sent.add(number)
         send()
     return "sent"
 
@@ -253,15 +252,6 @@ def arrive(number: int) -> str:
 def send() -> str:
     signal.raise_signal(signal.SIGUSR1)
     return "sent"
-
-
-def raises(error: BaseException) -> Callable[..., None]:
-    """Returns a handler that raises an error."""
-
-    def handler(number: int, frame: Any) -> None:
-        raise error
-
-    return handler
 
 
 ERRORS = [
@@ -272,50 +262,49 @@ ERRORS = [
 ]
 
 
+@contextlib.contextmanager
+def raised(handle: Handle, error: BaseException) -> Iterator[None]:
+    """Has the handler raise an error, which the block raises unchanged."""
+    handle(lambda *_: fail(error))
+    with pytest.raises(type(error)) as caught:
+        yield
+    assert caught.value is error
+
+
 class TestErrorsOfHandlers:
     def test_while_arguments_are_pickled(self, shared: Mesh, handle: Handle) -> None:
         for error, args in itertools.product(ERRORS, [(Sends(),), (Sends(), lambda: 1)]):
-            handle(raises(error))
-            with pytest.raises(type(error)) as caught:
+            with raised(handle, error):
                 rpc.rpc_sync(1, echo, args)
-            assert caught.value is error
             sync_call(1)
 
     def test_while_a_result_is_unpickled(self, shared: Mesh, handle: Handle) -> None:
         for way, error in itertools.product(WAYS, ERRORS):
-            handle(raises(error))
-            with pytest.raises(type(error)) as caught:
+            with raised(handle, error):
                 way(1, SendsOnArrival)
-            assert caught.value is error
             assert way(1, echo, (1,)) == 1
         future = rpc.rpc_async(1, SendsOnArrival)
-        with pytest.raises(KeyboardInterrupt):
+        with raised(handle, KeyboardInterrupt()):
             future.wait()
         assert future.wait() == "sent"  # it has its value later
 
     def test_in_a_callback(self, shared: Mesh, handle: Handle) -> None:
         """The thread that ran it gets the error, and so does who waits for the callback's value."""
-        error = TimeIsOver()
-        handle(raises(error))
         future: rpc.Future[int] = rpc.Future()
         last = future.then(lambda _: send())
-        with pytest.raises(TimeIsOver) as caught:
+        with raised(handle, TimeIsOver()):
             future.set_result(1)
-        assert caught.value is error
         with pytest.raises(TimeIsOver):
             last.wait()
 
     def test_in_a_backward_pass(self, shared: Mesh, handle: Handle) -> None:
-        error = TimeIsOver()
-        handle(raises(error))
         with rpc.autograd.context() as context_id:
             leaf = torch.ones(2, requires_grad=True)
             middle = leaf * 2
             middle.register_hook(lambda _: send() and None)
             loss = rpc.rpc_sync(1, torch.mul, (middle, 3)).sum()
-            with pytest.raises(TimeIsOver) as caught:
+            with raised(handle, TimeIsOver()):
                 rpc.autograd.backward(context_id, [loss])
-        assert caught.value is error
         sync_call(1)
 
     def test_references_in_arguments_are_taken_back(self, caller: Mesh, handle: Handle) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,33 +59,26 @@ def test_quantized(shared: Mesh) -> None:
         for size in (SMALL, LARGE):
             sent = torch.quantize_per_tensor(torch.randn(size), 0.1, 3, dtype)
             received = back(sent)
-            assert received.is_quantized
-            assert received.q_scale() == sent.q_scale()
-            assert received.q_zero_point() == sent.q_zero_point()
+            assert received.dtype == dtype
+            assert (received.q_scale(), received.q_zero_point()) == (0.1, 3)
             assert torch.equal(received.int_repr(), sent.int_repr())
 
 
-# Views that keep their strides, and others.
+# Those that keep their strides, and others; `tests/wire` draws many more.
 DENSE: list[Callable[[int], torch.Tensor]] = [
-    lambda n: torch.randn(n, n),
     lambda n: torch.randn(n, n).t(),
     lambda n: torch.randn(n, n, 2).permute(2, 0, 1),
     lambda n: torch.randn(n, 1).expand(n, n),
-    lambda n: torch.randn(3).expand(n, 3),
     lambda n: torch.randn(2, 3, n, n).to(memory_format=torch.channels_last),
 ]
 VIEWS: list[Callable[[int], torch.Tensor]] = [
     *DENSE,
-    lambda n: torch.randn(n, n)[:, 0],
     lambda n: torch.randn(n, n)[::2, ::2],
-    lambda n: torch.randn(2 * n).unfold(0, n, 1),
     lambda n: torch.randn(2 * n).as_strided((n, 3), (1, 1), 2),
     lambda n: torch.randn(n, n, dtype=torch.complex64).conj(),
     lambda n: torch.randn(n, n, dtype=torch.complex128).conj().imag,
     lambda n: torch.randn(n, n, dtype=torch.complex64).imag[1:],
-    lambda n: torch._neg_view(torch.randn(n, n)),
     lambda n: torch.randn(n, n).view(torch.int32),
-    lambda n: torch.randn(n, n)[:, None, :, None],
     lambda n: torch.empty(n, 0, 3),
 ]
 
@@ -97,27 +89,14 @@ def test_views(shared: Mesh) -> None:
             sent = make(n)
             received = back(sent)
             assert_same(received, sent)
-            assert received.is_conj() == sent.is_conj()
-            assert received.is_neg() == sent.is_neg()
+            assert (received.is_conj(), received.is_neg()) == (sent.is_conj(), sent.is_neg())
             assert make not in DENSE or received.stride() == sent.stride()
 
 
 # -- gradients and attributes --------------------------------------------------------------------
 
 
-@SIZES
-def test_gradients_are_required_where_they_were(shared: Mesh, size: int) -> None:
-    sent = torch.zeros(2, size, requires_grad=True)
-    one, two = back([sent[0], sent[1]])
-    assert one.requires_grad
-    assert two.requires_grad
-    (one.sum() + two.sum()).backward()
-    assert one.grad.sum() == size
-    assert rpc.rpc_sync(1, torch.mul, (sent, 2)).is_leaf
-
-
 KINDS: list[Callable[[], torch.Tensor]] = [
-    lambda: torch.ones(SMALL),
     lambda: torch.ones(LARGE),
     lambda: torch.ones(0),
     lambda: torch.tensor(1.0),
@@ -213,15 +192,12 @@ def test_sparse(shared: Mesh, requires_grad: bool) -> None:
         sent = make()
         sent.requires_grad_(requires_grad)
         received = back(sent)
-        assert received.layout == sent.layout
-        assert (received.dtype, received.shape) == (sent.dtype, sent.shape)
-        assert received.requires_grad is requires_grad
+        assert_same(received, sent)
         if sent.layout is torch.sparse_coo:
             assert received.is_coalesced() == sent.is_coalesced()
             assert received.sparse_dim() == sent.sparse_dim()
             values = [each.detach().coalesce().values() for each in (received, sent)]
             assert len(values[0]) == len(values[1])
-        torch.testing.assert_close(received.detach().to_dense(), sent.detach().to_dense())
 
 
 # -- containers and arrays -----------------------------------------------------------------------
@@ -232,25 +208,18 @@ class Point(NamedTuple):
     label: str = "p"
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class Sample:
     x: torch.Tensor
-    more: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Frozen:
-    x: torch.Tensor
+    more: dict[str, list[torch.Tensor]]
 
 
 @SIZES
 def test_containers(shared: Mesh, size: int) -> None:
     ones = torch.ones(size)
-    point, sample, frozen = back([Point(ones), Sample(ones, {"a": [ones] * 2}), Frozen(ones)])
-    assert [type(each) for each in (point, sample, frozen)] == [Point, Sample, Frozen]
-    assert point.label == "p"
-    for each in (point.x, sample.x, sample.more["a"][1], frozen.x):
-        assert each is point.x
+    point, sample = back([Point(ones), Sample(ones, {"a": [ones] * 2})])
+    assert (type(point), point.label, type(sample)) == (Point, "p", Sample)
+    assert point.x is sample.x is sample.more["a"][1]
     assert point.x.sum() == size
     received = rpc.rpc_sync(1, torch.max, (torch.ones(2, size), 0))
     assert received.values.sum() == size
@@ -261,9 +230,7 @@ def test_containers(shared: Mesh, size: int) -> None:
 
 ARRAYS: list[Any] = [
     np.arange(SMALL),
-    np.arange(LARGE),
     np.arange(LARGE).reshape(100, -1).T,
-    np.asfortranarray(np.arange(LARGE).reshape(100, -1)),
     np.arange(LARGE)[::3],
     np.float32(1.5),
     np.array(5),
@@ -296,17 +263,13 @@ def big() -> torch.Tensor:
 
 SENT: list[tuple[Callable[[], Any], int]] = [
     (lambda: big()[0], 1000),
-    (lambda: big()[0, 0], 1),
     (lambda: big()[::10, ::10], 10_000),
-    (lambda: big().diagonal(), 1000),
     (lambda: big()[0:0], 0),
     (lambda: torch.zeros(1).expand(1000, 1000), 1),
     (lambda: torch.zeros(2000).unfold(0, 1000, 1), 2000),
     (lambda: torch.nn.Parameter(big()[0]), 1000),
     (lambda: torch.zeros(1000, 1000, dtype=torch.complex64).real[0], 1000),
-    (lambda: torch.eye(1000).to_sparse(), 1000 * 5),
     (lambda: torch.eye(1000).to_sparse_csr(), 1000 * 5),
-    (lambda: [big()[0], big()[0]], 2000),
     (lambda: [(tensor := big())[0], tensor[-1]], 2000),  # not what lies between
     (lambda: [big()] * 10, 1_000_000),
     (lambda: [tensor := big(), tensor.t(), tensor[5], tensor.view(-1)], 1_000_000),
@@ -323,6 +286,11 @@ def test_only_the_elements_of_a_view_travel_and_a_shared_storage_once(shared: Me
 
 @SIZES
 def test_tensors_that_share_memory_share_it_on_arrival(shared: Mesh, size: int) -> None:
+    tensor = torch.zeros(2, size, requires_grad=True)
+    one, two = back([tensor[0], tensor[1]])  # and so are their gradients required
+    (one.sum() + two.sum()).backward()
+    assert one.grad.sum() == size
+    assert rpc.rpc_sync(1, torch.mul, (tensor, 2)).is_leaf
     tensor = torch.zeros(2, size)
     whole, row, turned, flat = back([tensor, tensor[1], tensor.t(), tensor.view(-1)])
     row.fill_(1)
@@ -352,22 +320,19 @@ def fill(tensor: Any) -> Any:
     return tensor
 
 
-_kept = {(make, size): make(size) for make in (torch.zeros, np.zeros) for size in (SMALL, LARGE)}
+_kept = [make(size) for make in (torch.zeros, np.zeros) for size in (SMALL, LARGE)]
 
 
 def kept(number: int) -> Any:
-    return list(_kept.values())[number]
+    return _kept[number]
 
 
 @pytest.mark.parametrize("number", range(4))
+@pytest.mark.filterwarnings("error")
 def test_what_either_side_writes_the_other_does_not_see(shared: Mesh, number: int) -> None:
-    make, size = list(_kept)[number]
     for to in (0, 1):
-        mine: Any = make(size)  # type: ignore[operator]
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            received = rpc.rpc_sync(to, fill, (mine,))
-        assert (received == 7).all()
+        mine: Any = kept(number) + 0
+        assert (rpc.rpc_sync(to, fill, (mine,)) == 7).all()
         assert (mine == 0).all()
         received = rpc.rpc_sync(to, kept, (number,))
         received[...] = 5

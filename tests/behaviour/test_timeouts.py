@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,36 +84,29 @@ def test_a_timeout_of_the_call_goes_before_the_default(caller: Mesh, gate: Gate)
 
 
 def test_what_is_no_timeout(shared: Mesh) -> None:
-    for timeout in (float("nan"), float("inf"), "soon"):
-        with pytest.raises((ValueError, TypeError)):
-            rpc.rpc_sync(1, echo, (1,), timeout=timeout)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="timeout"):
-        rpc.set_rpc_timeout(-1)
     rref = rpc.remote(0, max, (1, 2))
     text = "timeout must be a number of seconds, 0 for no limit, but got "
-    for timeout in (None, "3", [1]):
-        for call in (
-            lambda timeout: rpc.rpc_sync(1, echo, (1,), timeout=timeout),
-            lambda timeout: rpc.rpc_async(1, echo, (1,), timeout=timeout),
-            lambda timeout: rpc.remote(1, echo, (1,), timeout=timeout),
-            lambda timeout: rref.to_here(timeout=timeout),
-            rpc.set_rpc_timeout,
-            lambda timeout: rpc.shutdown(timeout=timeout),
-        ):
-            with pytest.raises(TypeError, match=f"(?i){re.escape(f'{text}{timeout!r}')}"):
-                call(timeout)
-    for function in (rpc.set_rpc_timeout, lambda timeout: rpc.shutdown(timeout=timeout)):
-        for negative in (-0.5, timedelta(seconds=-1)):
+    calls: list[Callable[..., Any]] = [
+        *(partial(way, 1, echo, (1,)) for way in (rpc.rpc_sync, rpc.rpc_async, rpc.remote)),
+        *(rref.to_here, rpc.set_rpc_timeout, rpc.shutdown),
+    ]
+    for call, timeout in itertools.product(calls, (None, "3", [1])):
+        with pytest.raises(TypeError, match=f"(?i){re.escape(f'{text}{timeout!r}')}"):
+            call(timeout=timeout)
+    for function in (rpc.set_rpc_timeout, rpc.shutdown):
+        for negative in (-0.5, -1, timedelta(seconds=-1)):
             with pytest.raises(ValueError, match="timeout"):
-                function(negative)
+                function(timeout=negative)  # type: ignore[operator]
+    for timeout in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout"):
+            rpc.rpc_sync(1, echo, (1,), timeout=timeout)
     assert rpc.rpc_sync(1, echo, (1,)) == 1
 
 
 class Noting:
     """Notes that it is called."""
 
-    def __init__(self) -> None:
-        self.called = False
+    called = False
 
     def note(self) -> None:
         self.called = True
@@ -161,13 +155,11 @@ def test_a_negative_timeout_is_a_deadline_that_has_passed(shared: Mesh, timeout:
     ]
     for rref in made:
         calls += [
-            lambda rref=rref: rref.to_here(timeout=timeout),
+            *(partial(each, timeout=timeout) for each in (rref.to_here, rref.ready, rref.stop)),
             lambda rref=rref: rref.rpc_sync(timeout=timeout).note(),
             lambda rref=rref: rref.rpc_async(timeout=timeout).note().wait(),
             lambda rref=rref: rref.rpc_stream(timeout=timeout).items(),
             lambda rref=rref: rref.remote(timeout=timeout).note(),
-            lambda rref=rref: rref.ready(timeout=timeout),
-            lambda rref=rref: rref.stop(timeout=timeout),
         ]
     for call in calls:
         error = later_error(call)
@@ -185,10 +177,10 @@ def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
     assert rref.to_here(timedelta(seconds=20)) is gate
     for call in (
         lambda: rpc.rpc_sync(1, gate.wait_inside, timeout=soon),
-        lambda: rpc.rpc_async(1, gate.wait_inside, timeout=soon).wait(),
+        rpc.rpc_async(1, gate.wait_inside, timeout=soon).wait,
         lambda: rpc.remote(1, gate.wait_inside).to_here(soon),
-        lambda: rref.rpc_sync(timeout=soon).wait_inside(),
-        lambda: rref.rpc_async(timeout=soon).wait_inside().wait(),
+        rref.rpc_sync(timeout=soon).wait_inside,
+        rref.rpc_async(timeout=soon).wait_inside().wait,
         lambda: rpc.wait_all([rpc.rpc_async(1, gate.wait_inside)], timeout=soon),
         lambda: rpc.all_gather(1, timeout=soon),
     ):

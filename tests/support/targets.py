@@ -1,4 +1,4 @@
-"""Functions that other workers run, importable there by name."""
+"""Functions that other workers run, importable there by name, and a value that none can read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def fail_with(kind: type[BaseException], *args: Any) -> Any:
 
 
 class Unreadable:
-    """A value that can be sent, and not be read."""
+    """A value that can be sent, and not be read where it arrives."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         return int, ("no number",)
