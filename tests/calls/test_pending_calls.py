@@ -19,7 +19,7 @@ from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
 from zrpc.calls.pending_call import NEVER, PendingCall, State
 from zrpc.calls.pending_calls import OVERHEAD_BYTES, PendingCalls
-from zrpc.errors import RpcCancelledError, RpcTimeoutError, WorkerDied
+from zrpc.errors import NotInitializedError, RpcCancelledError, RpcTimeoutError, WorkerDied
 from zrpc.wire.member_id import MemberId
 
 KIB = OVERHEAD_BYTES  # the bytes that a call takes besides its message
