@@ -11,6 +11,8 @@ from tests.support.warm import warm_commands
 
 RunTests = Callable[..., pytest.RunResult]
 
+pytestmark = pytest.mark.system
+
 
 def run_warm(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """Runs pytest in a process that is forked from one which has imported torch."""
@@ -35,7 +37,6 @@ def test_marked(mesh):
     assert text in result.stderr.str()
 
 
-@pytest.mark.system
 def test_a_wrong_marker_is_explained_in_a_worker_of_xdist(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -51,7 +52,6 @@ def test_marked(mesh):
     result.stdout.fnmatch_lines(["*test_marked: @pytest.mark.zrpc: expected one of workers, *"])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_failure_shows_the_worker_and_its_traceback(run_tests: RunTests, processes: bool) -> None:
     result = run_tests(
@@ -79,7 +79,6 @@ def test_broken(mesh):
     )
 
 
-@pytest.mark.system
 def test_leaks_and_output_of_worker_processes_are_reported(run_tests: RunTests) -> None:
     result = run_tests(
         """
@@ -106,7 +105,6 @@ def test_fail(mesh):  # which is not checked
     result.stdout.fnmatch_lines(["* Captured stdout and stderr of worker1 call *", "hello from*"])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_hang_is_reported_with_all_stacks(run_tests: RunTests, processes: bool) -> None:
     timeout = 1.5 if processes else 0.5  # a process starts slowly on a busy machine
@@ -139,7 +137,6 @@ def test_after():
     )
 
 
-@pytest.mark.system
 def test_a_hang_in_the_test_itself_is_interrupted(run_tests: RunTests) -> None:
     """Even if its main thread waits for a call that is never answered.
 
@@ -176,7 +173,7 @@ def test_swallow(mesh):
     with contextlib.suppress(TimeoutError):
         threading.Event().wait()
 
-@pytest.mark.zrpc(timeout=0.5)
+@pytest.mark.zrpc(timeout=1)
 def test_not_awaited(mesh):
     mesh.submit(1, end.wait, 20)
 
@@ -192,7 +189,6 @@ def test_after():
     result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
 
 
-@pytest.mark.system
 def test_a_hang_is_interrupted_if_the_deadline_passes_before_the_test_begins(
     run_tests: RunTests,
 ) -> None:
@@ -221,7 +217,6 @@ def test_after():
     result.stdout.fnmatch_lines(["E *MeshTimeout: *"])
 
 
-@pytest.mark.system
 def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytester) -> None:
     """The main thread is in C code that no signal ends: a torch future that nothing completes."""
     pytester.makepyfile(
@@ -243,7 +238,6 @@ def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytest
     )
 
 
-@pytest.mark.system
 def test_a_leak_is_an_error(run_tests: RunTests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zrpc.testing.leaks._WAIT_SECONDS", 0.1)
     result = run_tests(
@@ -296,7 +290,6 @@ def test_leaks_are_allowed(kept, mesh):
             assert re.search(f"^- {line}$", report, re.MULTILINE), line
 
 
-@pytest.mark.system
 def test_the_output_of_worker_processes_is_shown_at_once_if_it_is_not_captured(
     pytester: pytest.Pytester,
 ) -> None:
@@ -314,7 +307,6 @@ def test_the_output_of_worker_processes_is_shown_at_once_if_it_is_not_captured(
     result.stdout.fnmatch_lines(["*hello from afar*", "*= FAILURES =*"])
 
 
-@pytest.mark.system
 def test_a_rerun_test_starts_from_scratch(pytester: pytest.Pytester, run_tests: RunTests) -> None:
     """Some plugins rerun failed tests."""
     pytester.makeconftest(
@@ -344,7 +336,6 @@ def teardown_module():
     result.stdout.fnmatch_lines(["left behind:", "- descriptor *.py"])
 
 
-@pytest.mark.system
 def test_an_interrupted_test_ends_at_once(run_tests: RunTests) -> None:
     """After Ctrl-C and `pytest.exit` there is no report that says that the test has failed."""
     result = run_tests(
@@ -362,7 +353,6 @@ def test_interrupted(mesh):
     assert "MeshTimeout" not in result.stdout.str() + result.stderr.str()
 
 
-@pytest.mark.system
 def test_a_debugger_has_no_deadline(
     run_tests: RunTests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
