@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from typing import cast
 
 import pytest
 
 from zrpc.bench.mesh import Mesh
-from zrpc.bench.row import Group, Limit, Row
+from zrpc.bench.row import Limit, Row
 from zrpc.bench.rows import GROUPS, all_rows, select
-from zrpc.bench.run import Participant, Settings
-from zrpc.bench.session import LIMIT, Sampling
+from zrpc.bench.session import Sampling
 from zrpc.launch import Starter
 
 MEASURED = [group for group in GROUPS if group.forms_mesh]
@@ -38,17 +36,6 @@ def test_rows_are_selected_by_a_part_of_their_name_or_those_that_start_few_worke
     ):
         found = [[row.name for row in group.rows] for group in select(patterns)]
         assert found == expected
-
-
-def test_a_row_that_only_zrpc_can_measure() -> None:
-    row = Row("messages", "costs:messages", (0,), libraries=("zrpc",))
-    starter = cast(Starter, None)  # nothing is started
-    able = [
-        name
-        for name in ("zrpc", "torch", "ray", LIMIT)
-        if Participant(Group("group", (row,)), name, starter, Settings()).can_measure(row)
-    ]
-    assert able == ["zrpc"]
 
 
 def measure(mesh: Mesh, each: Row | Limit, tiny: Sampling) -> None:

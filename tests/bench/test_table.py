@@ -17,7 +17,7 @@ from zrpc.bench.row import Group, Limit, Row, Unit
 from zrpc.bench.run import Run, Settings
 from zrpc.bench.scale import Point, compute
 from zrpc.bench.session import Sample, Sampling
-from zrpc.bench.table import as_data, as_text, quantity
+from zrpc.bench.table import as_data, as_text
 
 MACHINE = Machine("a processor", 2, 8 * 2**30, "Linux 6", {"torch": "2.13", "libzmq": "4.3"})
 
@@ -83,20 +83,6 @@ def a_run(against: str | None = "torch") -> Run:
     if against:
         run.results[1].outcomes["torch"] = [Failure("no result within 60 s", final=True)] * 2
     return run
-
-
-def test_quantities_have_three_digits() -> None:
-    for value, unit, text in (
-        (0.0000934, Unit.SECONDS, "93.4 µs"),
-        (0.00934, Unit.SECONDS, "9.34 ms"),
-        (12.0, Unit.SECONDS, "12.0 s"),
-        (3e-8, Unit.SECONDS, "0.03 µs"),
-        (19_600.0, Unit.RATE, "19.6 k/s"),
-        (999.9, Unit.RATE, "1000 /s"),
-        (251 * 2**20, Unit.BYTES, "251 MiB"),
-        (9.02, Unit.COUNT, "9.02"),
-    ):
-        assert quantity(value, unit) == text
 
 
 def test_the_table_compares_with_another_library_and_marks_failures() -> None:

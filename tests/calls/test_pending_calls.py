@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zrpc as rpc
 from tests.support.pending import Callees, bytes_in_flight, entered_call, queued, table
 from tests.support.steps import at_step, interrupt
 from tests.support.threads import start_all
@@ -20,6 +21,7 @@ from tests.support.waiting import SOON, until
 from zrpc.calls.pending_call import NEVER, PendingCall, State
 from zrpc.calls.pending_calls import OVERHEAD_BYTES, PendingCalls
 from zrpc.errors import NotInitializedError, RpcCancelledError, RpcTimeoutError, WorkerDied
+from zrpc.testing import Mesh
 from zrpc.wire.member_id import MemberId
 
 KIB = OVERHEAD_BYTES  # the bytes that a call takes besides its message
@@ -326,3 +328,16 @@ def test_ctrl_c_leaves_no_call_that_is_taken_and_not_settled(
         if not steps.place:
             break
     assert number > 3
+
+
+def test_after_ctrl_c_at_any_step_of_a_wait_the_callbacks_are_called(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        for number in itertools.count(1):
+            future, done = rpc.rpc_async(1, max, (1, 2)), threading.Event()
+            future.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
+            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt) as steps:
+                future.wait()
+            assert done.wait(SOON), steps.place
+            if not steps.place:
+                break
+    assert number > 20
