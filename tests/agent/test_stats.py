@@ -217,18 +217,14 @@ def test_references_and_contexts_are_counted(mesh: Mesh) -> None:
     until(lambda: stats_of(mesh, 1).autograd_contexts == 0)
 
 
-@pytest.mark.zrpc(workers=2, processes=True)
 def test_a_lost_worker_is_still_in_the_numbers(mesh: Mesh) -> None:
-    def lose() -> rpc_stats.Stats:
-        until(lambda: rpc.stats().peers["worker1"].state == "lost")
-        return rpc.stats()
-
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
-    before = mesh.run("worker0", rpc.stats)
-    mesh.kill("worker1")
-    after = mesh.run("worker0", lose)
-    assert after.traffic["direct"].bytes_sent >= before.traffic["direct"].bytes_sent > 0
-    assert after.traffic["direct"].bytes_received >= before.traffic["direct"].bytes_received > 0
+    before = stats_of(mesh).traffic["direct"]
+    mesh.agent(1).shutdown(graceful=False)
+    until(lambda: stats_of(mesh).peers["worker1"].state == "lost")
+    after = stats_of(mesh).traffic["direct"]
+    assert after.bytes_sent >= before.bytes_sent > 0
+    assert after.bytes_received >= before.bytes_received > 0
 
 
 @pytest.mark.system
@@ -270,7 +266,7 @@ def test_names_without_end_are_counted_together() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})
+@pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 5})
 def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     # The first connection is no reconnect.
