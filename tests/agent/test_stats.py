@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
+from tests.support.gates import Gate
 from tests.support.observed import ask_often, stats_of
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
@@ -31,42 +32,32 @@ def fail() -> None:
     raise KeyError("on purpose")
 
 
-running, gate = threading.Event(), threading.Event()
-
-
-def hold() -> bool:
-    running.set()
-    return gate.wait(60)
-
-
-@pytest.fixture(autouse=True)
-def closed_gate() -> Iterator[None]:
-    running.clear()
-    gate.clear()
-    yield
-    gate.set()
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with Gate() as gate:
+        yield gate
 
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_the_times_of_a_call_add_up(mesh: Mesh) -> None:
+def test_the_times_of_a_call_add_up(mesh: Mesh, gate: Gate) -> None:
     def call() -> None:
-        first = rpc.rpc_async("worker1", hold)
-        assert running.wait(60)
+        first = rpc.rpc_async("worker1", gate.wait_inside, (1,))
+        gate.await_entry()
         second = rpc.rpc_async("worker1", max, (1, 2))
         until(lambda: mesh.agent(1).pool.load(0).queued == 1)
         during = stats_of(mesh), stats_of(mesh, 1)
         threading.Event().wait(0.2)
-        gate.set()
-        assert rpc.wait_all([first, second]) == [True, 2]
+        gate.open()
+        assert rpc.wait_all([first, second]) == [1, 2]
         return during
 
     caller, callee = mesh.run("worker0", call)
     assert caller.calls_in_flight == caller.peers["worker1"].calls_in_flight == 2
     assert callee.requests_in_progress == callee.peers["worker0"].requests_in_progress == 2
     assert (callee.threads.running, callee.threads.queued) == (1, 1)
-    made = stats_of(mesh).calls["hold"]
-    run, queued = (stats_of(mesh, 1).handlers[name] for name in ("hold", "max"))
+    made = stats_of(mesh).calls["Gate.wait_inside"]
+    run, queued = (stats_of(mesh, 1).handlers[name] for name in ("Gate.wait_inside", "max"))
     assert run.run_seconds >= 0.2
     assert made.seconds >= run.queue_seconds + run.run_seconds
     assert sum(made.histogram) == 1
@@ -179,9 +170,9 @@ def test_calls_to_the_worker_itself_have_a_way_of_their_own(mesh: Mesh) -> None:
 
 
 @pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 10_000})
-def test_the_room_of_flow_control_is_shown(mesh: Mesh) -> None:
+def test_the_room_of_flow_control_is_shown(mesh: Mesh, gate: Gate) -> None:
     def call() -> None:
-        first = rpc.rpc_async("worker1", hold)
+        first = rpc.rpc_async("worker1", gate.wait_inside)
         second = rpc.rpc_async("worker1", len, (bytes(9_000),))  # waits for room
         rpc.wait_all([first, second])
 
@@ -189,7 +180,7 @@ def test_the_room_of_flow_control_is_shown(mesh: Mesh) -> None:
     until(lambda: peer_of(mesh).calls_without_room == 1)
     assert 0 < peer_of(mesh).room < 9_000
     assert peer_of(mesh).bytes_in_flight + peer_of(mesh).room == 10_000
-    gate.set()
+    gate.open()
     calling.result(60)
     peer = peer_of(mesh)
     assert (peer.bytes_in_flight, peer.calls_without_room, peer.room) == (0, 0, 10_000)
@@ -295,22 +286,22 @@ def lost_messages(mesh: Mesh) -> list[int]:
     return [stats_of(mesh, worker).messages_lost for worker in (0, 1)]
 
 
-def relay_to_hold() -> bool:
-    return rpc.rpc_sync("worker0", hold)
+def relay(gate: Gate) -> bool:
+    return rpc.rpc_sync("worker0", gate.wait_inside, (True,))
 
 
-def test_threads_that_wait_and_those_that_have_nothing_to_do(mesh: Mesh) -> None:
-    held = mesh.submit("worker0", rpc.rpc_sync, "worker1", relay_to_hold)
-    assert running.wait(60)
+def test_threads_that_wait_and_those_that_have_nothing_to_do(mesh: Mesh, gate: Gate) -> None:
+    held = mesh.submit("worker0", rpc.rpc_sync, "worker1", relay, (gate,))
+    gate.await_entry()
     until(lambda: stats_of(mesh, 1).threads.waiting == 1, "a handler that waits")
     assert stats_of(mesh, 1).threads.running == 0
     during = stats_of(mesh, 0).threads
     assert (during.running, during.waiting) == (1, 0)
     # One of these runs in the pool: the I/O thread takes no second handler.
     with mesh.agent(0).as_current():
-        more = [rpc.rpc_async("worker1", hold) for _ in range(2)]
+        more = [rpc.rpc_async("worker1", gate.wait_inside, (True,)) for _ in range(2)]
     until(lambda: stats_of(mesh, 1).threads.running == 2, "two handlers that run")
-    gate.set()
+    gate.open()
     assert held.result(60)
     assert rpc.wait_all(more) == [True, True]
     until(lambda: stats_of(mesh, 1).threads.idle, "a thread without work")

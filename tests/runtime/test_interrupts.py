@@ -33,18 +33,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_a_held_interrupt_is_raised_once_on_the_outermost_release() -> None:
-    hold_interrupts()
-    hold_interrupts()
-    interrupt()
-    release_interrupts()
-    with pytest.raises(KeyboardInterrupt):
-        release_interrupts()
-    hold_interrupts()
-    release_interrupts()
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
 @pytest.mark.parametrize("block", [uninterrupted, UninterruptedLock()])
 def test_a_block_that_begins_near_the_recursion_limit_ends(block: Any) -> None:
     def pass_block() -> None:
