@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -30,6 +31,19 @@ class FailsToShow(Exception):
         raise ValueError("no repr")
 
     __str__ = __repr__
+
+
+@pytest.mark.parametrize("same_main", [True, False])
+def test_a_type_of_main_survives(monkeypatch: pytest.MonkeyPatch, same_main: bool) -> None:
+    main = types.ModuleType("__main__")
+    exec("class OfMain(Exception): pass", main.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    body = dump_exception(raised(main.OfMain("a", 1)), WHERE, same_main)
+    if not same_main:
+        del main.OfMain  # the receiver's main has no such name
+    copy = load_exception(body)
+    assert type(copy).__name__ == "OfMain"
+    assert copy.args == ("a", 1)
 
 
 def test_an_error_whose_repr_fails_arrives() -> None:
