@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from tests.wire.test_pickling import arrived, sent
+from zrpc.errors import SerializationError
+from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import dumps
 from zrpc.wire.unpickling import Decoder
 
@@ -178,6 +180,20 @@ def test_all_is_copied_if_the_scripts_differ(scripts: Scripts) -> None:
             _, found = scripts.travel(f"({beside}, {name})", same_main=False)
             assert found is not theirs
             assert type(found).__name__ == type(theirs).__name__
+
+
+@pytest.mark.parametrize("kind", [Kind.CALL, Kind.RESULT])
+@pytest.mark.parametrize("name", ["register", "Thing", "Made", "Color.RED"])
+def test_what_the_receiver_lacks_is_named_in_the_error(
+    scripts: Scripts, name: str, kind: Kind
+) -> None:
+    message = arrived(scripts.send(f"lambda: {name}", sent))
+    message.kind = kind
+    missing = name.partition(".")[0]
+    delattr(scripts.theirs, missing)
+    with pytest.raises(SerializationError, match=f"'{missing}'") as raised:
+        Decoder(None, message).unpack()
+    assert raised.value.executed is (kind == Kind.RESULT)
 
 
 def with_copies(value: Any) -> bytes:
