@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 import zrpc as rpc
 import zrpc.autograd as dist_autograd
-from tests.support.observed import ask_often
-from tests.support.waiting import until
+from tests.support.gates import Gate
+from tests.support.observed import ask_often, stats_of
+from tests.support.threads import start_all
+from tests.support.waiting import SOON, until
 from zrpc.agent import stats as rpc_stats
 from zrpc.calls.call_counters import BUCKET_SECONDS, MAX_NAMES, OTHERS, CallCount, Table
 from zrpc.services.rref.value import OwnedValue
@@ -30,66 +32,38 @@ def fail() -> None:
     raise KeyError("on purpose")
 
 
-running, gate = threading.Event(), threading.Event()
-
-
-def hold() -> bool:
-    running.set()
-    return gate.wait(60)
-
-
-@pytest.fixture(autouse=True)
-def closed_gate() -> Iterator[None]:
-    running.clear()
-    gate.clear()
-    yield
-    gate.set()
-
-
-@pytest.mark.system
-def test_the_times_of_a_call_add_up(mesh: Mesh) -> None:
-    def call() -> None:
-        future = rpc.rpc_async("worker1", hold)
-        assert running.wait(60)
-        during = rpc.stats(), rpc.rpc_sync("worker1", rpc.stats)
-        threading.Event().wait(0.2)
-        gate.set()
-        assert future.wait()
-        return during
-
-    caller, callee = mesh.run("worker0", call)
-    assert caller.calls_in_flight == caller.peers["worker1"].calls_in_flight == 1
-    assert callee.requests_in_progress == callee.peers["worker0"].requests_in_progress == 2
-    assert callee.threads.running == 2
-    made = mesh.run("worker0", rpc.stats).calls["hold"]
-    run = mesh.run("worker1", rpc.stats).handlers["hold"]
-    assert run.run_seconds >= 0.2
-    assert made.seconds >= run.queue_seconds + run.run_seconds
-    assert sum(made.histogram) == 1
-    assert made.seconds / 2 <= made.quantile(1) <= 2 * made.seconds
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    with Gate() as gate:
+        yield gate
 
 
 @pytest.mark.system
 @pytest.mark.zrpc(workers=2, options={"num_worker_threads": 1})
-def test_the_time_in_the_queue_is_not_that_of_the_handler(mesh: Mesh) -> None:
+def test_the_times_of_a_call_add_up(mesh: Mesh, gate: Gate) -> None:
     def call() -> None:
-        first = rpc.rpc_async("worker1", hold)
-        assert running.wait(60)
+        first = rpc.rpc_async("worker1", gate.wait_inside, (1,))
+        gate.await_entry()
         second = rpc.rpc_async("worker1", max, (1, 2))
         until(lambda: mesh.agent(1).pool.load(0).queued == 1)
-        assert rpc_stats_of(mesh, 1).threads.queued == 1
+        during = stats_of(mesh), stats_of(mesh, 1)
         threading.Event().wait(0.2)
-        gate.set()
-        rpc.wait_all([first, second])
+        gate.open()
+        assert rpc.wait_all([first, second]) == [1, 2]
+        return during
 
-    mesh.run("worker0", call)
-    handled = rpc_stats_of(mesh, 1).handlers["max"]
-    assert handled.queue_seconds >= 0.2
-    assert handled.run_seconds < handled.queue_seconds
-
-
-def rpc_stats_of(mesh: Mesh, worker: int) -> rpc_stats.Stats:
-    return rpc_stats.take_stats(mesh.agent(worker))
+    caller, callee = mesh.run("worker0", call)
+    assert caller.calls_in_flight == caller.peers["worker1"].calls_in_flight == 2
+    assert callee.requests_in_progress == callee.peers["worker0"].requests_in_progress == 2
+    assert (callee.threads.running, callee.threads.queued) == (1, 1)
+    made = stats_of(mesh).calls["Gate.wait_inside"]
+    run, queued = (stats_of(mesh, 1).handlers[name] for name in ("Gate.wait_inside", "max"))
+    assert run.run_seconds >= 0.2
+    assert made.seconds >= run.queue_seconds + run.run_seconds
+    assert sum(made.histogram) == 1
+    assert made.seconds / 2 <= made.quantile(1) <= 2 * made.seconds
+    assert queued.queue_seconds >= 0.2
+    assert queued.run_seconds < queued.queue_seconds
 
 
 def test_each_call_is_counted_once_by_its_function_at_both_ends(mesh: Mesh) -> None:
@@ -107,8 +81,8 @@ def test_each_call_is_counted_once_by_its_function_at_both_ends(mesh: Mesh) -> N
 
     mesh.run("worker0", call)
     # A value can come before the answer to the call that has made it.
-    until(lambda: not rpc_stats_of(mesh, 0).calls_in_flight)
-    caller, callee = rpc_stats_of(mesh, 0), rpc_stats_of(mesh, 1)
+    until(lambda: not stats_of(mesh, 0).calls_in_flight)
+    caller, callee = stats_of(mesh, 0), stats_of(mesh, 1)
     calls = {name: (each.number, each.errors) for name, each in caller.calls.items()}
     handlers = {name: (each.number, each.errors) for name, each in callee.handlers.items()}
     once = dict.fromkeys(("twice_later", "twice_by_future", "max"), (1, 0))
@@ -128,7 +102,7 @@ def test_a_handler_is_counted_before_its_value_is_there(
     sets = OwnedValue.set
 
     def noted(self: OwnedValue, *args: Any, **kwargs: Any) -> None:
-        found.append("max" in rpc_stats_of(mesh, 1).handlers)
+        found.append("max" in stats_of(mesh, 1).handlers)
         sets(self, *args, **kwargs)
 
     monkeypatch.setattr(OwnedValue, "set", noted)
@@ -165,14 +139,14 @@ def test_bytes_are_counted_by_way(make_mesh: MakeMesh, options: Any, way: str) -
     def send() -> None:
         # The first message to a worker asks whether it can open shared memory.
         rpc.rpc_sync("worker1", torch.numel, (tensor,))
-        until(lambda: rpc_stats_of(mesh, 0).traffic[way].bytes_sent or send_once())
+        until(lambda: stats_of(mesh, 0).traffic[way].bytes_sent or send_once())
         rpc.rpc_sync("worker1", torch.numel, (tensor,))
 
     def send_once() -> None:
         rpc.rpc_sync("worker1", torch.numel, (tensor,))
 
     mesh.run("worker0", send)
-    out, into = rpc_stats_of(mesh, 0), rpc_stats_of(mesh, 1)
+    out, into = stats_of(mesh, 0), stats_of(mesh, 1)
     numbers = {each: sides(out.traffic[each], into.traffic[each]) for each in out.traffic}
     large = {each for each, sent in numbers.items() if min(sent) >= size}
     # Before shared memory is agreed upon, sockets carry large tensors.
@@ -190,15 +164,15 @@ def sides(out: rpc_stats.TrafficStats, into: rpc_stats.TrafficStats) -> tuple[in
 
 def test_calls_to_the_worker_itself_have_a_way_of_their_own(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker0", max, args=(1, 2))
-    traffic = rpc_stats_of(mesh, 0).traffic
+    traffic = stats_of(mesh, 0).traffic
     assert traffic["inproc"].bytes_sent == traffic["inproc"].bytes_received > 0
     assert {way for way, each in traffic.items() if each.bytes_sent} == {"inproc"}
 
 
 @pytest.mark.zrpc(workers=2, options={"max_bytes_in_flight": 10_000})
-def test_the_room_of_flow_control_is_shown(mesh: Mesh) -> None:
+def test_the_room_of_flow_control_is_shown(mesh: Mesh, gate: Gate) -> None:
     def call() -> None:
-        first = rpc.rpc_async("worker1", hold)
+        first = rpc.rpc_async("worker1", gate.wait_inside)
         second = rpc.rpc_async("worker1", len, (bytes(9_000),))  # waits for room
         rpc.wait_all([first, second])
 
@@ -206,14 +180,14 @@ def test_the_room_of_flow_control_is_shown(mesh: Mesh) -> None:
     until(lambda: peer_of(mesh).calls_without_room == 1)
     assert 0 < peer_of(mesh).room < 9_000
     assert peer_of(mesh).bytes_in_flight + peer_of(mesh).room == 10_000
-    gate.set()
+    gate.open()
     calling.result(60)
     peer = peer_of(mesh)
     assert (peer.bytes_in_flight, peer.calls_without_room, peer.room) == (0, 0, 10_000)
 
 
 def peer_of(mesh: Mesh) -> Any:
-    peers = rpc_stats_of(mesh, 0).peers
+    peers = stats_of(mesh, 0).peers
     return peers.get("worker1", rpc_stats.PeerStats(1, "member", 0, 0, 0, 0, 0, 0, None))
 
 
@@ -230,22 +204,18 @@ def test_references_and_contexts_are_counted(mesh: Mesh) -> None:
     assert (user.rrefs_owned, user.rrefs_held, user.autograd_contexts) == (0, 1, 1)
     assert (owner.rrefs_owned, owner.rrefs_held, owner.autograd_contexts) == (1, 0, 1)
     del rref
-    until(lambda: rpc_stats_of(mesh, 1).rrefs_owned == 0, collect=True)
-    until(lambda: rpc_stats_of(mesh, 1).autograd_contexts == 0)
+    until(lambda: stats_of(mesh, 1).rrefs_owned == 0, collect=True)
+    until(lambda: stats_of(mesh, 1).autograd_contexts == 0)
 
 
-@pytest.mark.zrpc(workers=2, processes=True)
 def test_a_lost_worker_is_still_in_the_numbers(mesh: Mesh) -> None:
-    def lose() -> rpc_stats.Stats:
-        until(lambda: rpc.stats().peers["worker1"].state == "lost")
-        return rpc.stats()
-
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
-    before = mesh.run("worker0", rpc.stats)
-    mesh.kill("worker1")
-    after = mesh.run("worker0", lose)
-    assert after.traffic["direct"].bytes_sent >= before.traffic["direct"].bytes_sent > 0
-    assert after.traffic["direct"].bytes_received >= before.traffic["direct"].bytes_received > 0
+    before = stats_of(mesh).traffic["direct"]
+    mesh.agent(1).shutdown(graceful=False)
+    until(lambda: stats_of(mesh).peers["worker1"].state == "lost")
+    after = stats_of(mesh).traffic["direct"]
+    assert after.bytes_sent >= before.bytes_sent > 0
+    assert after.bytes_received >= before.bytes_received > 0
 
 
 @pytest.mark.system
@@ -260,11 +230,7 @@ def test_no_count_is_lost_if_several_threads_count() -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        workers = [threading.Thread(target=count) for _ in range(threads)]
-        for each in workers:
-            each.start()
-        for each in workers:
-            each.join()
+        start_all([count] * threads, SOON)()
     finally:
         sys.setswitchinterval(interval)
     row = table["f"]
@@ -291,16 +257,16 @@ def test_names_without_end_are_counted_together() -> None:
 
 
 @pytest.mark.system
-@pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 10})
+@pytest.mark.zrpc(workers=2, faults=True, options={"heartbeat_timeout": 5})
 def test_missed_heartbeats_and_reconnects_are_counted(mesh: Mesh) -> None:
     mesh.run("worker0", rpc.rpc_sync, "worker1", max, args=(1, 2))
     # The first connection is no reconnect.
     until(lambda: mesh.agent(0).liveness.silence(MemberId(1)) == 0.0, "the first heartbeat")
-    assert rpc_stats_of(mesh, 0).heartbeats_missed == 0
+    assert stats_of(mesh, 0).heartbeats_missed == 0
     with faults.cut(mesh, 0, 1):
-        until(lambda: rpc_stats_of(mesh, 0).heartbeats_missed, "a missed heartbeat")
-        assert rpc_stats_of(mesh, 0).reconnects == 0
-    until(lambda: rpc_stats_of(mesh, 0).reconnects, "a heartbeat after that")
+        until(lambda: stats_of(mesh, 0).heartbeats_missed, "a missed heartbeat")
+        assert stats_of(mesh, 0).reconnects == 0
+    until(lambda: stats_of(mesh, 0).reconnects, "a heartbeat after that")
 
 
 @pytest.mark.system
@@ -317,27 +283,27 @@ def test_lost_messages_are_counted(mesh: Mesh) -> None:
 
 
 def lost_messages(mesh: Mesh) -> list[int]:
-    return [rpc_stats_of(mesh, worker).messages_lost for worker in (0, 1)]
+    return [stats_of(mesh, worker).messages_lost for worker in (0, 1)]
 
 
-def relay_to_hold() -> bool:
-    return rpc.rpc_sync("worker0", hold)
+def relay(gate: Gate) -> bool:
+    return rpc.rpc_sync("worker0", gate.wait_inside, (True,))
 
 
-def test_threads_that_wait_and_those_that_have_nothing_to_do(mesh: Mesh) -> None:
-    held = mesh.submit("worker0", rpc.rpc_sync, "worker1", relay_to_hold)
-    assert running.wait(60)
-    until(lambda: rpc_stats_of(mesh, 1).threads.waiting == 1, "a handler that waits")
-    assert rpc_stats_of(mesh, 1).threads.running == 0
-    during = rpc_stats_of(mesh, 0).threads
+def test_threads_that_wait_and_those_that_have_nothing_to_do(mesh: Mesh, gate: Gate) -> None:
+    held = mesh.submit("worker0", rpc.rpc_sync, "worker1", relay, (gate,))
+    gate.await_entry()
+    until(lambda: stats_of(mesh, 1).threads.waiting == 1, "a handler that waits")
+    assert stats_of(mesh, 1).threads.running == 0
+    during = stats_of(mesh, 0).threads
     assert (during.running, during.waiting) == (1, 0)
     # One of these runs in the pool: the I/O thread takes no second handler.
     with mesh.agent(0).as_current():
-        more = [rpc.rpc_async("worker1", hold) for _ in range(2)]
-    until(lambda: rpc_stats_of(mesh, 1).threads.running == 2, "two handlers that run")
-    gate.set()
+        more = [rpc.rpc_async("worker1", gate.wait_inside, (True,)) for _ in range(2)]
+    until(lambda: stats_of(mesh, 1).threads.running == 2, "two handlers that run")
+    gate.open()
     assert held.result(60)
     assert rpc.wait_all(more) == [True, True]
-    until(lambda: rpc_stats_of(mesh, 1).threads.idle, "a thread without work")
-    after = rpc_stats_of(mesh, 1).threads
+    until(lambda: stats_of(mesh, 1).threads.idle, "a thread without work")
+    after = stats_of(mesh, 1).threads
     assert (after.running, after.waiting, after.queued) == (0, 0, 0)

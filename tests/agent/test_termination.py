@@ -207,14 +207,6 @@ SCHEDULES = {
 }
 
 
-def schedules(steps: Any) -> Any:
-    # A step is drawn as one number: three draws would take three times as long.
-    step = st.integers(0, len(steps) * 144 - 1).map(
-        lambda number: (steps[number // 144], number // 12 % 12, number % 12)
-    )
-    return st.integers(0, 60).flatmap(lambda size: st.lists(step, min_size=size, max_size=size))
-
-
 def run(size: Any, schedule: Any, seed: Any) -> None:
     mesh = Mesh(size)
     for what, first, second in schedule:
@@ -248,12 +240,13 @@ def run(size: Any, schedule: Any, seed: Any) -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("steps", SCHEDULES.values(), ids=SCHEDULES)
 @settings(max_examples=200)
-@given(st.integers(1, 6), st.data(), st.integers(0, 2**16))
-def test_all_that_live_leave_but_not_before_all_work_is_done(
-    steps: Any, size: int, data: st.DataObject, seed: int
-) -> None:
+@given(st.integers(0, 2**64 - 1))
+def test_all_that_live_leave_but_not_before_all_work_is_done(steps: Any, seed: int) -> None:
     """And none before all that it has not lost have begun to shut down."""
-    run(size, data.draw(schedules(steps)), seed)
+    source = random.Random(seed)  # since to draw each step takes longer than the rest
+    size, count = source.randint(1, 6), source.randint(0, 60)
+    ranks = [(source.randrange(12), source.randrange(12)) for _ in range(count)]
+    run(size, [(source.choice(steps), *pair) for pair in ranks], seed)
 
 
 def test_the_others_leave_if_a_leader_dies_that_has_let_only_one_go() -> None:
@@ -376,15 +369,6 @@ class ManyMembers:
             for rank, machine in self.machines.items():
                 if machine.asked:
                     self.post(rank, machine.idle(0, 0))
-
-
-def test_256_members_leave_with_few_messages() -> None:
-    mesh = ManyMembers(256)
-    mesh.begin()
-    mesh.run()
-    assert all(machine.done for machine in mesh.machines.values())
-    assert mesh.sent[0] == 3 * 255  # it asks all twice, and lets them go
-    assert {mesh.sent[rank] for rank in range(1, 256)} == {3}  # joins, and answers twice
 
 
 def test_a_leader_of_256_members_asks_once_for_each_round_though_half_are_lost_in_it() -> None:

@@ -29,38 +29,23 @@ def is_running(pid: int) -> bool:
     return state_of(pid) != ""
 
 
-def test_a_mesh_leaves_nothing_behind(starter: Starter, tiny: Sampling) -> None:
-    with Mesh(starter, "zrpc", 2) as mesh:
-        pids, directory = children(starter.pid), mesh.directory
-        assert mesh.join_seconds > 0
-        assert mesh.measure("calls:empty", (), tiny, 30).value > 0
-        assert directory.exists()
-    assert mesh.shutdown_errors == []
-    assert not directory.exists()
-    assert not [pid for pid in pids if is_running(pid)]
-
-
 @pytest.mark.parametrize("library", ["zrpc", "torch"])
-def test_a_paused_mesh_can_be_resumed_or_shut_down(
+def test_a_mesh_can_be_paused_and_resumed_and_leaves_nothing_behind(
     starter: Starter, tiny: Sampling, library: str
 ) -> None:
     with Mesh(starter, library, 2) as mesh:
-        mesh.measure("calls:empty", (), tiny, 30)
+        pids, directory = children(starter.pid), mesh.directory
+        assert mesh.join_seconds > 0
+        assert directory.exists()
         mesh.pause()
         until(lambda: [state_of(pid) for pid in children(starter.pid)] == ["T"] * 2)
         mesh.resume()
         until(lambda: "T" not in [state_of(pid) for pid in children(starter.pid)])
         assert mesh.measure("calls:empty", (), tiny, 30).value > 0
-        mesh.pause()
+        mesh.pause()  # it can be shut down all the same
     assert mesh.shutdown_errors == []
-
-
-def test_an_error_of_a_workload_is_reported_in_one_line(starter: Starter, tiny: Sampling) -> None:
-    with (
-        pytest.raises(MeshError, match=r"^AttributeError: .*no_such"),
-        Mesh(starter, "zrpc", 1) as mesh,
-    ):
-        mesh.measure("calls:no_such", (), tiny, 30)
+    assert not directory.exists()
+    assert not [pid for pid in pids if is_running(pid)]
 
 
 def test_a_workload_that_hangs_is_killed(starter: Starter) -> None:

@@ -17,7 +17,7 @@ from zrpc.bench.row import Group, Limit, Row, Unit
 from zrpc.bench.run import Run, Settings
 from zrpc.bench.scale import Point, compute
 from zrpc.bench.session import Sample, Sampling
-from zrpc.bench.table import as_data, as_text, headline, quantity
+from zrpc.bench.table import as_data, as_text
 
 MACHINE = Machine("a processor", 2, 8 * 2**30, "Linux 6", {"torch": "2.13", "libzmq": "4.3"})
 
@@ -85,20 +85,6 @@ def a_run(against: str | None = "torch") -> Run:
     return run
 
 
-def test_quantities_have_three_digits() -> None:
-    for value, unit, text in (
-        (0.0000934, Unit.SECONDS, "93.4 µs"),
-        (0.00934, Unit.SECONDS, "9.34 ms"),
-        (12.0, Unit.SECONDS, "12.0 s"),
-        (3e-8, Unit.SECONDS, "0.03 µs"),
-        (19_600.0, Unit.RATE, "19.6 k/s"),
-        (999.9, Unit.RATE, "1000 /s"),
-        (251 * 2**20, Unit.BYTES, "251 MiB"),
-        (9.02, Unit.COUNT, "9.02"),
-    ):
-        assert quantity(value, unit) == text
-
-
 def test_the_table_compares_with_another_library_and_marks_failures() -> None:
     run = a_run()
     lines = as_text(run).splitlines()
@@ -132,13 +118,6 @@ def test_rows_show_other_counts_and_bounds_or_that_they_were_not_measured() -> N
         *("-", "92.0, 31 modules, 450 lines"),
         *("1.07 (at most 1.15)", "250 k/s (at least 200 k/s)"),
     ]
-
-
-def test_the_headline_describes_the_machine_and_the_run() -> None:
-    text = headline(MACHINE, Settings(rounds=1, tcp=True))
-    assert "2 cores of a processor, 8 GiB, Linux 6" in text
-    assert "torch 2.13, libzmq 4.3" in text
-    assert "1 round of fresh processes in turn, over loopback tcp" in text
 
 
 def test_the_data_is_json_and_contains_every_round() -> None:

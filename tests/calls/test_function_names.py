@@ -77,13 +77,6 @@ def test_a_handler_is_named_without_running_code_of_the_program() -> None:
         assert handler_name(request) == name
 
 
-def test_the_name_of_a_c_function_is_found_each_time() -> None:
-    for _ in range(2):
-        assert name_of((torch.add, (), {})) == torch.add.__qualname__
-        assert name_of((len, (), {})) == "len"
-        assert name_of(([].append, (), {})) == "list.append"
-
-
 def test_what_asks_for_no_function_has_no_name() -> None:
     assert [name_of(body) for body in [((1, 2), ()), ((), ()), (), None]] == [""] * 4
     assert name_of(("append", (1,), {})) == "append"

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import threading
 import time
-import weakref
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import zrpc as rpc
 from tests.support.pending import Callees, bytes_in_flight, entered_call, queued, table
 from tests.support.steps import at_step, interrupt
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, until
-from zrpc.calls.future import Future
 from zrpc.calls.pending_call import NEVER, PendingCall, State
 from zrpc.calls.pending_calls import OVERHEAD_BYTES, PendingCalls
 from zrpc.errors import NotInitializedError, RpcCancelledError, RpcTimeoutError, WorkerDied
-from zrpc.runtime.thread_pool import pass_gate
+from zrpc.testing import Mesh
 from zrpc.wire.member_id import MemberId
 
 KIB = OVERHEAD_BYTES  # the bytes that a call takes besides its message
@@ -39,8 +36,10 @@ def test_a_call_has_an_id_and_is_settled_and_its_outcome_claimed_once(calls: Pen
     made = [entered_call(calls, peer=3, timeout=0) for _ in range(100)]
     assert len({call.call_id for call in made} - {0}) == len(calls) == 100  # 0 stands for no call
     call = made[0]
+    call.holds = "an RRef"
     assert (call.settled, call.claim()) == (False, None)
     assert calls.settle(call.call_id, "outcome") is call
+    assert call.holds is None
     assert calls.settle(call.call_id, "another") is None
     assert calls.settle(12345, "another") is None
     assert (call.settled, call.claim(), call.claim()) == (True, "outcome", None)
@@ -83,22 +82,7 @@ def test_a_follower_that_there_is_no_memory_for_is_notified_in_the_next_turn() -
     assert found == ["outcome"]
 
 
-def test_held_objects_live_until_the_call_is_settled(calls: PendingCalls) -> None:
-    class Thing:
-        pass
-
-    thing = Thing()
-    reference = weakref.ref(thing)
-    call = entered_call(calls, peer=0, timeout=0, holds=thing)
-    del thing
-    gc.collect()
-    assert reference() is not None
-    calls.settle(call.call_id, "outcome")
-    gc.collect()
-    assert reference() is None
-
-
-def test_expiry(calls: PendingCalls) -> None:
+def test_calls_expire_at_their_deadlines_which_may_be_postponed(calls: PendingCalls) -> None:
     now = time.monotonic()
     never = entered_call(calls, peer=0, timeout=0)
     assert never.deadline == calls.earliest == NEVER
@@ -107,12 +91,7 @@ def test_expiry(calls: PendingCalls) -> None:
     calls.expire(now)
     assert not soon.settled
     calls.expire(soon.deadline)
-    error = soon.claim()
-    assert isinstance(error, RpcTimeoutError)
-    assert str(error) == (
-        "RPC ran for more than set timeout (100 ms) and will now be marked with an error: "
-        "a request on rank 0. This is the timeout of the call itself"
-    )
+    assert isinstance(soon.claim(), RpcTimeoutError)
     assert calls.earliest == late.deadline
     calls.postpone(5.0)
     calls.expire(late.deadline - 1)
@@ -120,16 +99,6 @@ def test_expiry(calls: PendingCalls) -> None:
     calls.expire(time.monotonic() + 1e9)
     assert late.settled
     assert (calls.earliest, len(calls), never.settled) == (NEVER, 1, False)
-
-
-def test_a_call_to_a_peer_that_is_lost_is_not_sent() -> None:
-    callees: Any = Callees()
-    callees.lost.add(MemberId(1))
-    call = entered_call(table(callees=callees), peer=1, timeout=0)
-    assert call.state is State.UNSENT
-    error = call.claim()
-    assert isinstance(error, WorkerDied)
-    assert error.executed is False
 
 
 def test_a_table_that_is_closed_takes_no_more_calls(calls: PendingCalls) -> None:
@@ -279,30 +248,6 @@ def test_first_come_first_served() -> None:
     assert bytes_in_flight(calls) == 10 * KIB
 
 
-def test_other_peers_and_handlers_have_room_of_their_own() -> None:
-    calls = table(10 * KIB)
-    for other in ({}, {"peer": 2}, {"caller": 7}):
-        assert Sender(calls).send(9 * KIB, **other).state is State.SENDING
-
-
-@pytest.mark.parametrize("by_io_thread", [False, True])
-def test_the_deadline_holds_in_the_queue(by_io_thread: bool) -> None:
-    calls = table(10 * KIB)
-    first = Sender(calls).send(9 * KIB, 1, None, 0)
-    sender = Sender(calls)
-    call = sender.start(9 * KIB, 1, None, SOON if by_io_thread else 0.2)
-    if by_io_thread:
-        calls.expire(time.monotonic() + 2 * SOON)
-    assert sender.end() is State.UNSENT
-    error = call.claim()
-    assert isinstance(error, RpcTimeoutError)
-    assert "was not sent within its timeout" in str(error)
-    assert "max_bytes_in_flight" in str(error)
-    assert error.executed is False
-    answer(calls, first)
-    assert bytes_in_flight(calls) == len(calls) == 0
-
-
 def test_calls_to_a_lost_peer_no_longer_wait() -> None:
     calls = table(10 * KIB)
     Sender(calls).send(9 * KIB)
@@ -385,58 +330,14 @@ def test_ctrl_c_leaves_no_call_that_is_taken_and_not_settled(
     assert number > 3
 
 
-class SlowCompletions:
-    """Waits until another thread settles the call; what a third one must do is done later."""
-
-    def __init__(self, calls: PendingCalls, call: PendingCall) -> None:
-        self.jobs: list[Any] = []
-        self.complete = self.jobs.append
-        self.calls = calls
-        self._waits, self._settled = threading.Lock(), threading.Lock()
-        self._waits.acquire()
-        self._settled.acquire()
-        self._io_thread = threading.Thread(target=self._settle, args=(call,))
-        self._io_thread.start()
-
-    def _settle(self, call: PendingCall) -> None:
-        self._waits.acquire()
-        self.calls.settle(call.call_id, "outcome")
-        self._settled.release()
-
-    def wait(self, call: PendingCall) -> None:
-        call.waiters = (threading.get_ident(),)
-        self._waits.release()
-        self._settled.acquire()
-        try:
-            pass_gate(call.gate)
-        except BaseException:
-            call.waiters = ()
-            raise
-
-    def in_next_turn(self, errand: Callable[[], object]) -> None:
-        errand()
-
-    def decode(self, outcome: Any) -> Any:
-        return outcome
-
-    def end(self) -> None:
-        if self._waits.locked():
-            self._waits.release()
-        self._io_thread.join()
-        for job in self.jobs:
-            job()
-
-
-def test_ctrl_c_in_a_wait_leaves_no_future_that_nobody_completes() -> None:
-    for number in itertools.count(1):
-        calls = table()
-        call = entered_call(calls, peer=0, timeout=0)
-        calling = SlowCompletions(calls, call)
-        future: Any = Future.of_call(call, calling)
-        with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt) as steps:
-            future.wait()
-        calling.end()
-        assert torch.futures.Future.done(future), steps.place
-        if not steps.place:
-            break
-    assert number > 5
+def test_after_ctrl_c_at_any_step_of_a_wait_the_callbacks_are_called(mesh: Mesh) -> None:
+    with mesh.agent(0).as_current():
+        for number in itertools.count(1):
+            future, done = rpc.rpc_async(1, max, (1, 2)), threading.Event()
+            future.add_done_callback(lambda _, done=done: done.set())  # type: ignore[misc]
+            with contextlib.suppress(KeyboardInterrupt), at_step(number, interrupt) as steps:
+                future.wait()
+            assert done.wait(SOON), steps.place
+            if not steps.place:
+                break
+    assert number > 20

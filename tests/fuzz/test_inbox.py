@@ -136,10 +136,6 @@ def test_mutated_messages_of_a_stranger_on_the_same_socket(attacked: Mesh) -> No
 # -- at the socket of direct connections ---------------------------------------------------
 
 
-def _identity() -> bytes:
-    return current_agent().membership.records[0].identity
-
-
 def framed(first: bytes, buffers: Sequence[bytes] = ()) -> bytes:
     return b"".join((header(first, buffers), first, *buffers))
 
@@ -162,19 +158,6 @@ def test_bytes_at_the_direct_socket(attacked: Mesh) -> None:
         say_directly(path, b"".join(changed))
         if number % 100 == 99:
             serves(attacked)
-
-
-@pytest.mark.zrpc(**PROCESSES)
-def test_mutated_messages_at_the_direct_socket_with_a_members_identity(attacked: Mesh) -> None:
-    path, name = str(direct_path(attacked.run(1, _inbox))), attacked.run(0, _identity)
-    for seed in batches():
-        source = random.Random(seed)
-        messages = [framed(name)]
-        for data in inputs(seed, BATCH, SEEDS):
-            buffers = [source.randbytes(source.randint(0, 64)) for _ in range(source.randint(0, 3))]
-            messages.append(framed(harmless(data), buffers))
-        say_directly(path, b"".join(messages))
-        serves(attacked)
 
 
 # -- by tcp --------------------------------------------------------------------------------

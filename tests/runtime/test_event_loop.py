@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import gc
 import threading
-from collections.abc import AsyncIterator, Coroutine, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -52,37 +50,6 @@ def begin(loop: EventLoop, coroutine: Any) -> None:
 
 async def where() -> tuple[threading.Thread, asyncio.AbstractEventLoop]:
     return threading.current_thread(), asyncio.get_running_loop()
-
-
-def test_all_coroutines_run_in_one_thread_which_the_first_one_starts(loop: EventLoop) -> None:
-    assert threads() == []
-    with ThreadPoolExecutor(4) as pool:
-        found = set(pool.map(lambda _: run(loop, where()), range(100)))
-    assert threads() == [thread for thread, _ in found]
-    assert threads()[0].daemon
-
-
-def test_running_tasks_are_not_garbage_collected(loop: EventLoop) -> None:
-    resume, done = [], threading.Event()
-
-    class Forgotten:
-        def __await__(self) -> Generator[Any, None, Any]:
-            future = asyncio.get_running_loop().create_future()
-            resume.append(future.set_result)
-            return future.__await__()
-
-    async def wait(started: threading.Event) -> None:
-        asyncio.get_running_loop().call_soon(started.set)
-        await Forgotten()
-        done.set()
-
-    async def go_on() -> None:
-        resume[0](None)
-
-    begin(loop, wait)
-    gc.collect()  # the loop's own references are weak
-    run(loop, go_on())
-    assert done.wait(SOON)
 
 
 def test_close_cancels_coroutines_and_closes_async_generators(loop: EventLoop) -> None:

@@ -11,25 +11,22 @@ from zrpc.errors import RpcError
 from zrpc.runtime.green_threads import check_threads
 
 
-def monkey(*patched: str) -> SimpleNamespace:
-    return SimpleNamespace(is_module_patched=lambda name: name in patched)
-
-
-def test_threads_of_the_system_are_right(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "patched", "advice"),
+    [
+        ("gevent.monkey", "threading", r"gevent: call .*thread=False, queue=False"),
+        ("gevent.monkey", "queue", r"gevent: call .*thread=False, queue=False"),
+        ("eventlet.patcher", "thread", r"eventlet: call eventlet\.monkey_patch"),
+    ],
+)
+def test_threads_that_a_library_has_replaced_are_refused(
+    monkeypatch: pytest.MonkeyPatch, module: str, patched: str, advice: str
+) -> None:
+    parts = {"socket"}
+    found = SimpleNamespace(is_module_patched=parts.__contains__)
+    found.is_monkey_patched = found.is_module_patched
+    monkeypatch.setitem(sys.modules, module, found)
     check_threads()
-    monkeypatch.setitem(sys.modules, "gevent.monkey", monkey("socket"))
-    check_threads()
-
-
-def test_threads_of_gevent_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for patched in ("threading", "queue"):
-        monkeypatch.setitem(sys.modules, "gevent.monkey", monkey("socket", patched))
-        with pytest.raises(RpcError, match=r"gevent: call .*thread=False, queue=False"):
-            check_threads()
-
-
-def test_threads_of_eventlet_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    patcher = SimpleNamespace(is_monkey_patched=lambda name: name == "thread")
-    monkeypatch.setitem(sys.modules, "eventlet.patcher", patcher)
-    with pytest.raises(RpcError, match=r"eventlet: call eventlet\.monkey_patch"):
+    parts.add(patched)
+    with pytest.raises(RpcError, match=advice):
         check_threads()

@@ -92,22 +92,6 @@ def desk() -> Iterator[Desk]:
     assert desk.pool.close(SOON)
 
 
-def test_one_caller_receives_at_a_time_until_its_gate_opens() -> None:
-    gate, turns = closed_gate(), []
-
-    def turn(until: float) -> float:
-        turns.append(threading.current_thread())
-        other = threading.Thread(target=io.receive, args=(closed_gate(),))
-        other.start()
-        other.join()
-        gate.release()
-        return until
-
-    io = LeaderFollower(contextvars.copy_context(), "test-io", turn, Messages())
-    io.receive(gate)  # no leader has started that would hold the seat
-    assert turns == [threading.current_thread()]
-
-
 @pytest.mark.parametrize(("timeout", "most"), [(0.005, 0.005), (60.0, 0.01), (-1, 0.01)])
 def test_a_caller_receives_for_its_timeout_and_ten_milliseconds_at_most(
     timeout: float, most: float
@@ -266,13 +250,6 @@ def test_long_jobs_move_to_the_pool_and_quick_ones_come_back(desk: Desk) -> None
     desk.settle()
 
 
-def test_jobs_can_wait_for_later_ones(desk: Desk) -> None:
-    gates = [closed_gate() for _ in range(8)]
-    for gate in gates:
-        desk.put(partial(pass_gate, gate, SOON))
-    desk.do(lambda: [gate.release() for gate in gates])
-
-
 @pytest.mark.system
 def test_jobs_that_wait_for_each_other_all_end_and_never_run_at_once(desk: Desk) -> None:
     """In whichever thread they run, and however soon after each other these lead and follow."""
@@ -298,12 +275,6 @@ def test_jobs_that_wait_for_each_other_all_end_and_never_run_at_once(desk: Desk)
     desk.do(lambda: [gate.release() for gate in gates])
     desk.settle()
     assert max(most) == 1
-
-
-def test_a_job_that_raises_stops_no_thread(desk: Desk, caplog: pytest.LogCaptureFixture) -> None:
-    desk.put(lambda: 1 / 0)
-    desk.settle()
-    assert "A job of test-worker failed" in caplog.text
 
 
 def test_stop_reports_a_job_that_still_runs(desk: Desk) -> None:
@@ -351,7 +322,3 @@ def test_after_stop_no_caller_receives() -> None:
     messages.asked.clear()
     io.receive(closed_gate())
     assert messages.asked == []
-
-
-def test_stop_from_a_job(desk: Desk) -> None:
-    desk.do(lambda: desk.io.stop(SOON))

@@ -12,7 +12,6 @@ import zmq
 
 from zrpc.errors import SerializationError
 from zrpc.runtime.resource_limits import advice, allow_descriptors, out_of_descriptors
-from zrpc.wire.exceptions import dump_exception, load_exception
 
 
 def test_advice_names_the_resource() -> None:
@@ -47,14 +46,6 @@ def test_no_advice_for_other_errors() -> None:
     for error in others:
         assert advice(error) is None
         assert not out_of_descriptors(error)
-
-
-def test_advice_is_part_of_the_remote_error() -> None:
-    sent = load_exception(dump_exception(MemoryError("big"), "worker1", True))
-    assert type(sent) is MemoryError
-    assert str(sent.__cause__).startswith("On worker1: the process has no memory left")
-    sent = load_exception(dump_exception(KeyError("k"), "worker1", True))
-    assert str(sent.__cause__).startswith("On worker1:\nKeyError")
 
 
 def test_the_soft_limit_of_descriptors_is_raised_up_to_the_hard_one() -> None:

@@ -4,20 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from types import FrameType
 
 from zrpc.runtime.thread_frames import thread_frames
-
-
-def test_there_is_the_frame_of_each_thread() -> None:
-    gate = threading.Event()
-    thread = threading.Thread(target=gate.wait, args=(30,))
-    thread.start()
-    found = set(thread_frames())
-    gate.set()
-    thread.join()
-    assert {threading.get_ident(), thread.ident} <= found
 
 
 def test_no_garbage_is_collected_meanwhile() -> None:

@@ -117,14 +117,6 @@ def test_other_jobs_that_one_ends_with_run_beside_it_and_outside_of_a_pool_as_an
     assert over.wait(SOON)
 
 
-def test_a_gate_is_passed_once_it_is_open_and_stays_open() -> None:
-    gate = closed_gate()
-    assert not pass_gate(gate, 0.01)
-    threading.Thread(target=gate.release).start()
-    assert pass_gate(gate, SOON)
-    assert pass_gate(gate)
-
-
 def test_the_time_of_a_job_is_without_its_waits(make_pool: MakePool) -> None:
     pool, gate, counted, passed, seconds = make_pool(1), closed_gate(), [], [], 0.05
     pool.times = SimpleNamespace(took=counted.append)
@@ -287,14 +279,6 @@ def test_a_guest_runs_jobs_queued_behind_its_own_but_not_after_a_long_one(
         assert ran_here == [expected] * 3
 
 
-def test_jobs_queued_behind_a_waiting_guest_run_meanwhile(make_pool: MakePool) -> None:
-    pool, gate, results = make_pool(1), closed_gate(), []
-    me = admitted(pool)
-    pool.submit(gate.release)  # nobody else opens it
-    pool.run_as_guest(me, [lambda: results.append(pass_gate(gate, SOON))])
-    assert results == [True]
-
-
 def test_a_guests_job_is_freed_before_the_next_one_runs(make_pool: MakePool) -> None:
     pool, found, gone, argument = make_pool(1), [], threading.Event(), threading.Event()
     me = admitted(pool)
@@ -321,15 +305,3 @@ def test_a_waiting_thread_may_receive_for_itself(make_pool: MakePool) -> None:
         run(job)
         assert ended.wait(SOON)
         assert found == [True, ("received", 0), False, True]
-
-
-def test_others_run_while_a_thread_receives(make_pool: MakePool) -> None:
-    pool, ran = make_pool(1), threading.Event()
-
-    def receive(gate: threading.Lock, timeout: float) -> None:
-        pool.submit(ran.set)
-        assert ran.wait(SOON)
-        gate.release()
-
-    pool.submit(lambda: pass_gate(closed_gate(), SOON, receive))
-    assert ran.wait(SOON)

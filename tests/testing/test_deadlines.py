@@ -71,13 +71,6 @@ def hang() -> None:
     raise AssertionError("not interrupted")
 
 
-def test_a_function_that_has_entered_by_a_stack_is_interrupted() -> None:
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(pytest.raises(MeshTimeout, match=FAILED))
-        stack.enter_context(local_mesh(2, timeout=TIMEOUT))
-        hang()
-
-
 def provide() -> Iterator[Mesh]:
     with local_mesh(2, timeout=TIMEOUT) as mesh:
         yield mesh

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import faulthandler
 import io
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.forks import exit_code, fork
 from zrpc.testing import FakeDevice, Mesh, fake_device
 
 
@@ -147,12 +148,12 @@ def test_each_thread_has_its_own_device() -> None:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("device")
 def test_its_memory_can_not_be_read_as_the_cpus() -> None:
-    program = (
-        "import ctypes, torch\n"
-        "from zrpc.testing import fake_device\n"
-        "fake_device()\n"
-        "ctypes.string_at(torch.ones(2, device='fake').data_ptr(), 8)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], timeout=60)
-    assert done.returncode == -signal.SIGSEGV
+    address = torch.ones(2, device="fake").data_ptr()
+
+    def read() -> None:
+        faulthandler.disable()
+        ctypes.string_at(address, 8)
+
+    assert exit_code(fork(read)) == -signal.SIGSEGV

@@ -69,8 +69,14 @@ def test_functions_in_all_processes_are_interrupted(mesh: Mesh, tmp_path: os.Pat
     assert time.monotonic() - before < SOON
 
 
-@pytest.mark.zrpc(processes=True)
-def test_only_the_interrupted_function_is(mesh: Mesh, tmp_path: os.PathLike[str]) -> None:
+kinds = pytest.mark.parametrize("processes", [False, True], ids=["threads", "processes"])
+
+
+@kinds
+def test_only_the_interrupted_function_is(
+    make_mesh: MakeMesh, tmp_path: os.PathLike[str], processes: bool
+) -> None:
+    mesh = make_mesh(processes=processes)
     marker, release = (os.path.join(tmp_path, name) for name in ("begun", "release"))
 
     def until_released() -> str:
@@ -111,28 +117,7 @@ def test_a_thread_goes_on_beside_what_its_worker_runs_next(
     assert ended.wait(SOON)
 
 
-def test_a_function_that_has_not_begun_never_does(mesh: Mesh) -> None:
-    started, release = threading.Event(), threading.Event()
-    runs: list[int] = []
-
-    def hold() -> None:
-        started.set()
-        release.wait(SOON)
-
-    first = mesh.submit(0, hold)
-    sender = interrupt_when(lambda: started.wait(SOON))
-    with pytest.raises(KeyboardInterrupt):
-        mesh.run(0, runs.append, 1)
-    sender.join()
-    release.set()
-    first.result(SOON)
-    mesh.run(0, runs.append, 2)
-    assert runs == [2]
-
-
-@pytest.mark.parametrize(
-    "processes", [False, pytest.param(True, marks=pytest.mark.system)], ids=["threads", "processes"]
-)
+@kinds
 def test_async_functions_are_awaited_and_submitted_work_can_be(
     make_mesh: MakeMesh, processes: bool
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -39,23 +38,15 @@ def test_an_older_pool_may_start_further_threads() -> None:
     assert new.close(30)
 
 
-def test_descriptors_are_reported_with_their_targets(tmp_path: Path) -> None:
+def test_a_descriptor_is_reported_with_its_target_unless_it_may_last() -> None:
     before = Resources.now()
-    reader, writer = os.pipe()
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(os.fspath(tmp_path / "sock"))
     memory = os.memfd_create("zrpc-pool")
     with lasting():
         kept = os.pipe()
-    left = "\n".join(before.left_behind(NO_TIME))
-    assert left.count(": pipe:[") == 2
-    assert f"descriptor {reader}: pipe:[" in left
-    assert f"descriptor {memory}: /memfd:zrpc-pool" in left
-    assert f"descriptor {listener.fileno()}: socket:[" in left
-    assert f"bound to {tmp_path / 'sock'}" in left
-    for fd in (reader, writer, memory, *kept):
+    [line] = before.left_behind(NO_TIME)
+    assert line.startswith(f"descriptor {memory}: /memfd:zrpc-pool")
+    for fd in (memory, *kept):
         os.close(fd)
-    listener.close()
     assert before.left_behind(NO_TIME) == []
 
 
@@ -78,11 +69,9 @@ def test_a_reused_number_is_a_leak_and_a_moved_file_is_not(tmp_path: Path) -> No
 
 
 @pytest.mark.system
-def test_running_processes_and_zombies_are_reported() -> None:
+def test_zombies_are_reported() -> None:
     before = Resources.now()
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as process:
-        left = before.left_behind(NO_TIME)
-        assert f"process {process.pid}: cat" in left
         process.stdin.close()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         left = before.left_behind(NO_TIME)

@@ -11,6 +11,8 @@ from tests.support.warm import warm_commands
 
 RunTests = Callable[..., pytest.RunResult]
 
+pytestmark = pytest.mark.system
+
 
 def run_warm(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     """Runs pytest in a process that is forked from one which has imported torch."""
@@ -35,7 +37,6 @@ def test_marked(mesh):
     assert text in result.stderr.str()
 
 
-@pytest.mark.system
 def test_a_wrong_marker_is_explained_in_a_worker_of_xdist(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(
         """
@@ -51,7 +52,6 @@ def test_marked(mesh):
     result.stdout.fnmatch_lines(["*test_marked: @pytest.mark.zrpc: expected one of workers, *"])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_failure_shows_the_worker_and_its_traceback(run_tests: RunTests, processes: bool) -> None:
     result = run_tests(
@@ -79,7 +79,6 @@ def test_broken(mesh):
     )
 
 
-@pytest.mark.system
 def test_leaks_and_output_of_worker_processes_are_reported(run_tests: RunTests) -> None:
     result = run_tests(
         """
@@ -106,7 +105,6 @@ def test_fail(mesh):  # which is not checked
     result.stdout.fnmatch_lines(["* Captured stdout and stderr of worker1 call *", "hello from*"])
 
 
-@pytest.mark.system
 @pytest.mark.parametrize("processes", [False, True])
 def test_a_hang_is_reported_with_all_stacks(run_tests: RunTests, processes: bool) -> None:
     timeout = 1.5 if processes else 0.5  # a process starts slowly on a busy machine
@@ -139,11 +137,11 @@ def test_after():
     )
 
 
-@pytest.mark.system
 def test_a_hang_in_the_test_itself_is_interrupted(run_tests: RunTests) -> None:
     """Even if its main thread waits for a call that is never answered.
 
-    And it does not pass if it swallows the error, or has not waited for what a worker runs.
+    Also if the deadline passes before the test begins. And it does not pass if it swallows the
+    error, or has not waited for what a worker runs.
     """
     result = run_tests(
         """
@@ -176,28 +174,10 @@ def test_swallow(mesh):
     with contextlib.suppress(TimeoutError):
         threading.Event().wait()
 
-@pytest.mark.zrpc(timeout=0.5)
+@pytest.mark.zrpc(timeout=1)
 def test_not_awaited(mesh):
     mesh.submit(1, end.wait, 20)
 
-def test_after():
-    end.set()
-"""
-    )
-    result.assert_outcomes(failed=3, passed=3, errors=2)
-    lines = ["*ERROR at teardown of test_swallow*", "E *MeshTimeout: *"]
-    lines += ["*ERROR at teardown of test_not_awaited*", "E *worker1 (a thread) runs Event.wait"]
-    result.stdout.fnmatch_lines(lines)
-    result.stdout.fnmatch_lines(["E *MeshTimeout: *", "E *in test_event"])
-    result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
-
-
-@pytest.mark.system
-def test_a_hang_is_interrupted_if_the_deadline_passes_before_the_test_begins(
-    run_tests: RunTests,
-) -> None:
-    result = run_tests(
-        """
 @pytest.fixture
 def began():
     return time.monotonic()
@@ -207,21 +187,22 @@ def slow(began, mesh):
     threading.Event().wait(began + 1.05 - time.monotonic())
 
 @pytest.mark.zrpc(timeout=1)
-def test_late(slow):
+def test_late(slow):  # on a busy machine the fixture is interrupted
     threading.Event().wait()
 
 def test_after():
-    pass
+    end.set()
 """
     )
     outcomes = result.parseoutcomes()
-    assert outcomes.pop("passed") == 1
-    # On a busy machine the fixture may still be interrupted.
-    assert list(outcomes.values()) == [1]
-    result.stdout.fnmatch_lines(["E *MeshTimeout: *"])
+    assert (outcomes["passed"], outcomes["failed"] + outcomes["errors"]) == (3, 6)
+    lines = ["*ERROR at teardown of test_swallow*", "E *MeshTimeout: *"]
+    lines += ["*ERROR at teardown of test_not_awaited*", "E *worker1 (a thread) runs Event.wait"]
+    result.stdout.fnmatch_lines(lines)
+    result.stdout.fnmatch_lines(["E *MeshTimeout: *", "E *in test_event"])
+    result.stdout.fnmatch_lines(["*in rpc_sync", "E *---- stacks of worker1*", "E *in hang"])
 
 
-@pytest.mark.system
 def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytester) -> None:
     """The main thread is in C code that no signal ends: a torch future that nothing completes."""
     pytester.makepyfile(
@@ -243,7 +224,6 @@ def test_a_hang_that_nothing_interrupts_ends_the_session(pytester: pytest.Pytest
     )
 
 
-@pytest.mark.system
 def test_a_leak_is_an_error(run_tests: RunTests, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zrpc.testing.leaks._WAIT_SECONDS", 0.1)
     result = run_tests(
@@ -296,7 +276,6 @@ def test_leaks_are_allowed(kept, mesh):
             assert re.search(f"^- {line}$", report, re.MULTILINE), line
 
 
-@pytest.mark.system
 def test_the_output_of_worker_processes_is_shown_at_once_if_it_is_not_captured(
     pytester: pytest.Pytester,
 ) -> None:
@@ -314,7 +293,6 @@ def test_the_output_of_worker_processes_is_shown_at_once_if_it_is_not_captured(
     result.stdout.fnmatch_lines(["*hello from afar*", "*= FAILURES =*"])
 
 
-@pytest.mark.system
 def test_a_rerun_test_starts_from_scratch(pytester: pytest.Pytester, run_tests: RunTests) -> None:
     """Some plugins rerun failed tests."""
     pytester.makeconftest(
@@ -344,7 +322,6 @@ def teardown_module():
     result.stdout.fnmatch_lines(["left behind:", "- descriptor *.py"])
 
 
-@pytest.mark.system
 def test_an_interrupted_test_ends_at_once(run_tests: RunTests) -> None:
     """After Ctrl-C and `pytest.exit` there is no report that says that the test has failed."""
     result = run_tests(
@@ -362,7 +339,6 @@ def test_interrupted(mesh):
     assert "MeshTimeout" not in result.stdout.str() + result.stderr.str()
 
 
-@pytest.mark.system
 def test_a_debugger_has_no_deadline(
     run_tests: RunTests, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

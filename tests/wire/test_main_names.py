@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 import types
 from collections.abc import Callable
@@ -13,7 +12,6 @@ import torch
 
 from tests.wire.test_pickling import arrived, sent
 from zrpc.errors import SerializationError
-from zrpc.wire.exceptions import dump_exception, load_exception
 from zrpc.wire.kind import Kind
 from zrpc.wire.pickling import dumps
 from zrpc.wire.unpickling import Decoder
@@ -73,13 +71,6 @@ class Pair(typing.NamedTuple):
 @dataclasses.dataclass
 class Data:
     a: object = 1
-
-class Error(Exception): pass
-
-def error(attribute):
-    error = Error()
-    error.attribute = attribute
-    return error
 
 class Proud(enum.Enum):
     ONE = "1"
@@ -170,11 +161,6 @@ def test_plain_values_of_the_script_are_copied(scripts: Scripts) -> None:
     assert found is not scripts.theirs.STEPS
 
 
-def test_a_named_function_sees_the_values_of_the_receiver(scripts: Scripts) -> None:
-    scripts.travel("lambda step: register(step)")("a")
-    assert (scripts.ours.STEPS, scripts.theirs.STEPS) == ([], ["a"])
-
-
 def test_what_the_script_has_not_under_its_name_is_copied(scripts: Scripts) -> None:
     del scripts.theirs.STEPS, scripts.theirs.nameless, scripts.theirs.taken
     for expression, result in (
@@ -210,30 +196,8 @@ def test_what_the_receiver_lacks_is_named_in_the_error(
     assert raised.value.executed is (kind == Kind.RESULT)
 
 
-def test_what_an_error_has_is_named(scripts: Scripts) -> None:
-    for name in ("Thing()", "Thing", "lambda: Thing"):
-        body = scripts.send(
-            f"error([lambda: 0, {name}])", lambda error: dump_exception(error, "there", True)
-        )
-        error = load_exception(body)
-        assert type(error) is scripts.theirs.Error
-        found = error.attribute[1]  # type: ignore[attr-defined]
-        found = found() if isinstance(found, types.FunctionType) else found
-        assert scripts.theirs.Thing in (found, type(found))
-
-
 def with_copies(value: Any) -> bytes:
     return dumps(value, same_main=True, copies=True)
-
-
-def test_a_copy_replaces_what_the_receiver_lacks(scripts: Scripts) -> None:
-    for name in ("changed", "Thing", "Color.RED", "config"):
-        pickled = scripts.send(f"lambda: {name}", with_copies)
-        assert pickle.loads(pickled)() is eval(name, vars(scripts.theirs))
-        missing = name.partition(".")[0]
-        delattr(scripts.theirs, missing)
-        found = pickle.loads(pickled)()
-        assert getattr(found, "__name__", missing) == missing
 
 
 def test_a_copy_that_is_large_is_left_out(scripts: Scripts) -> None:
@@ -241,12 +205,6 @@ def test_a_copy_that_is_large_is_left_out(scripts: Scripts) -> None:
     exec("def large(): return LARGE", vars(scripts.ours))
     pickled = scripts.send("lambda: large", with_copies)
     assert len(pickled) < 10_000
-
-
-def test_what_has_no_copy_is_named_only(scripts: Scripts) -> None:
-    """It refers to a lock."""
-    pickled = scripts.send("lambda: register", with_copies)
-    assert pickle.loads(pickled)() is scripts.theirs.register
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:

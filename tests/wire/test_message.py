@@ -74,11 +74,3 @@ def test_an_extension_with_a_false_length_is_refused() -> None:
     frame = LAYOUT.pack(VERSION, 1, 0, 3, 0, 0.0, 0, 0) + b"\x01\x00\x00"
     with pytest.raises(ProtocolError, match="expected an extension, found 3 bytes"):
         parse(frame)
-
-
-def test_nothing_is_copied_or_unpickled() -> None:
-    body = b"cos\nsystem\n(S'exit 1'\ntR."  # would run a command
-    frame = bytearray(Message(1, body=body).first_frame())
-    message = parse(frame)
-    frame[-1] = 0
-    assert message.body[-1] == 0

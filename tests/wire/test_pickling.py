@@ -337,16 +337,6 @@ def test_the_actions_of_reducers_are_undone_if_packing_fails(reducer: list[Any])
     assert len(undone) == reduced
 
 
-def test_a_second_pass_undoes_the_first(reducer: list[Any]) -> None:
-    message = sent([Special(), torch.zeros(INLINE_BYTES), lambda: 1])
-    [(tag, data)] = message.extensions
-    assert (tag, len(data)) == (77, 1)
-    assert len(message.buffers) == 1
-    kept = [call for call in reducer if call[0] == "reduced"]
-    assert len(kept) - sum(call[0] == "undone" for call in reducer) == 1
-    assert Decoder(None, arrived(message)).unpack()[1].shape == (INLINE_BYTES,)
-
-
 def test_messages_can_be_packed_while_packing() -> None:
     class Nested:
         def __reduce__(self) -> Any:
