@@ -119,12 +119,13 @@ def test_a_start_may_fail_and_has_a_timeout(
     with pytest.raises(LaunchError, match="did not answer within"):
         serve("slow").start()
     assert not marked.pids()
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(ServerDied):
-        Starter().start()
-    monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with pytest.raises(LaunchError, match="could not start the fork server"):
-        Starter().start()
+    for executable, error in (
+        ("/bin/false", "has exited; was it killed"),
+        ("/no/such/python", "could not start the fork server"),
+    ):
+        monkeypatch.setattr(sys, "executable", executable)
+        with pytest.raises(LaunchError, match=error):
+            Starter().start()
 
 
 def test_many_unread_exits_do_not_block_the_server(serve: Serve, marked: Any) -> None:

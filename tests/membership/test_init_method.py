@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 
@@ -238,11 +240,10 @@ def test_spoiled_variable_counts_as_none() -> None:
         assert without_launcher(variables) == {"ZRPC_WORKER_NAME": "mine"}
 
 
-def test_a_launcher_in_a_worker_starts_from_what_the_first_one_had(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("os.environ", {**worker(restarts=2), "MINE": "1", "RANK": "changed"})
-    found = base_environment(1, {"ZRPC_SECRET_FILE": "x"})
+def test_a_launcher_in_a_worker_starts_from_what_the_first_one_had() -> None:
+    environ = {**worker(restarts=2), "MINE": "1", "RANK": "changed"}
+    with mock.patch.dict(os.environ, environ, clear=True):
+        found = base_environment(1, {"ZRPC_SECRET_FILE": "x"})
     kept = {"MINE": "1", "RANK": "changed"}
     assert found == {**kept, "ZRPC_RUNTIME_DIR": "/run", "ZRPC_SECRET_FILE": "x"}
     assert json.loads(worker()["ZRPC_LAUNCHED"])["ZRPC_WORKER_NAME"] == "trainer1"
