@@ -322,6 +322,15 @@ def test_a_worker_that_leaves_in_a_trace_writes_what_it_has(mesh: Mesh, tmp_path
     assert [why.split()[0] for why in trace.file["otherData"]["missing"]] == ["worker1", "worker2"]
 
 
+def test_a_trace_ends_with_the_worker_that_has_begun_it(mesh: Mesh, tmp_path: Path) -> None:
+    def program() -> None:
+        until(lambda: mesh.agent(1).recorder is not None, "it has begun")
+        mesh.agent(0).close()
+        until(lambda: mesh.agent(1).recorder is None, "it has ended")
+
+    traced(mesh, tmp_path / "trace.json", program)
+
+
 def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         traced(mesh, tmp_path / "missing" / "trace.json", lambda: pytest.fail("it has begun"))

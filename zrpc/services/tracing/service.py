@@ -29,6 +29,7 @@ from zrpc.services.autograd.contexts import PASS_LAYOUT, pass_name
 from zrpc.services.tracing.chrome import chrome_trace
 from zrpc.services.tracing.worker_trace import ENDED, RUNNING, PartWriter, WorkerTrace
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ DIRECTORY = "ZRPC_TRACE"
 MERGED = "trace.json"
 # How long other workers may take to begin, and to send what they have.
 _ANSWER_SECONDS = 60.0
-# The session of a worker that records from its start to its end.
-_WHOLE_LIFE = ""
+# A trace: the worker that has begun it, and what tells it from others.
+Session = tuple[MemberId, str]
 
 
 class TracingService(Service):
@@ -52,12 +53,12 @@ class TracingService(Service):
         self._handler_spans = HandlerSpans(agent.membership)
         # Guards what follows.
         self._lock = UninterruptedLock()
-        self._recordings: dict[str, Recording] = {}  # of the traces that are on
+        self._recordings: dict[Session, Recording] = {}  # of the traces that are on
         # The names of threads that were seen, by their idents; those that have ended keep them.
         self._threads: dict[int, str] = {}
         self._writer: PartWriter | None = None
         if directory := own_variable(DIRECTORY, agent.membership.own_record):
-            recording = self.begin(_WHOLE_LIFE, DEFAULT_RECORDS)
+            recording = self.begin((agent.membership.own_id, ""), DEFAULT_RECORDS)
             with self._errors_logged():
                 # The program may change its working directory.
                 self._directory = Path(directory).absolute()
@@ -79,14 +80,14 @@ class TracingService(Service):
     def message_hooks(self) -> MessageHooks:
         return self._handler_spans
 
-    def begin(self, session: str, capacity: int) -> Recording:
+    def begin(self, session: Session, capacity: int) -> Recording:
         """Records from now on, for one more trace."""
         with self._lock:
             recording = self._recordings[session] = Recording(capacity)
             self._record()
         return recording
 
-    def end(self, session: str) -> WorkerTrace:
+    def end(self, session: Session) -> WorkerTrace:
         """Ends the recording for a trace, and returns it."""
         with self._lock:
             recording = self._recordings.pop(session)
@@ -94,6 +95,13 @@ class TracingService(Service):
         trace = self._worker()
         trace.records, trace.dropped = recording.take(), recording.dropped
         return trace
+
+    @override
+    def on_member_lost(self, member: MemberId) -> None:
+        with self._lock:
+            for session in [each for each in self._recordings if each[0] == member]:
+                del self._recordings[session]
+            self._record()
 
     def _record(self) -> None:
         recordings = self._recordings.values()
@@ -147,7 +155,7 @@ def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Ite
     """Records on all workers while a ``with`` statement runs, and writes one file at its end."""
     path = Path(path).absolute()
     path.write_text("")  # if that is not possible, it is better known now
-    session = secrets.token_hex(8)
+    session = agent.membership.own_id, secrets.token_hex(8)
     own = agent.service(TracingService)
     others = [info for info in agent.get_worker_infos() if info != agent.worker_info]
     missing: list[str] = []
@@ -180,11 +188,11 @@ def _outcome(step: Callable[[], Any]) -> Any:
         return error
 
 
-def _begin(session: str, capacity: int) -> None:
+def _begin(session: Session, capacity: int) -> None:
     current_agent().service(TracingService).begin(session, capacity)
 
 
-def _end(session: str) -> WorkerTrace:
+def _end(session: Session) -> WorkerTrace:
     return current_agent().service(TracingService).end(session)
 
 
