@@ -138,8 +138,8 @@ class Consumer(Source):
         """
         with uninterrupted:
             with self._lock:
-                if self.inflow.over and not self.items:
-                    return
+                if self.inflow.over and self.call.settled and not self.items:
+                    return  # there is nothing left to end
                 dropped: list[Any] = [*self.items]
                 self.items.clear()
                 if not self.inflow.over:
