@@ -17,7 +17,7 @@ from enum import Enum
 
 import pytest
 
-from tests.transport.two_hosts import ip, namespaces
+from tests.transport.two_hosts import ip, namespaces, plug_in
 
 __all__ = ["Path", "Switch", "address_of", "connected"]
 
@@ -72,9 +72,7 @@ class Switch:
         device = f"zrpc{os.getpid() % 10**6}-{host}"
         fcntl.ioctl(end, _TUNSETIFF, struct.pack("16sH22x", device.encode(), _IFF_TUN | _IFF_NO_PI))
         ip("link", "set", device, "mtu", str(_MTU), "netns", name, "name", "cable")
-        ip("-n", name, "address", "add", f"{address_of(host)}/24", "dev", "cable")
-        for each in ("lo", "cable"):
-            ip("-n", name, "link", "set", each, "up")
+        plug_in(name, address_of(host))
 
     def set(self, path: Path, sender: int, receiver: int) -> None:
         """Sets what happens to packets from one host to another."""

@@ -42,6 +42,13 @@ def ip(*arguments: str) -> None:
     run("ip", *arguments)
 
 
+def plug_in(name: str, address: str) -> None:
+    """Brings up a host's end of the cable."""
+    ip("-n", name, "address", "add", f"{address}/24", "dev", "cable")
+    for device in ("lo", "cable"):
+        ip("-n", name, "link", "set", device, "up")
+
+
 @contextlib.contextmanager
 def namespaces(count: int = 2) -> Iterator[list[str]]:
     """Yields the names of new namespaces; skips the test if none can be made."""

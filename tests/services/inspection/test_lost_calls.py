@@ -71,6 +71,10 @@ def unasked(mesh: Mesh) -> Iterator[None]:
     """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
     rules = mesh.agent(0).service(InspectionService).rules
     rules.seconds = math.inf
+    passed = threading.Event()
+    mesh.agent(0).receiver.in_io_thread(passed.set)
+    assert passed.wait(SOON)
+    zrpc.rpc_sync(1, echo, (SMALL,))  # behind a question that was asked just before
     try:
         yield
     finally:
