@@ -206,11 +206,11 @@ def test_device_memory_is_freed_after_a_call(caller: Mesh, size: int) -> None:
 def test_device_memory_is_freed_after_a_time_out(caller: Mesh, size: int, gate: Gate) -> None:
     tensor = on_device(size)
     held = weakref.ref(tensor)
+    cancelled = rpc.rpc_async(1, gate.wait_inside, (tensor,))
+    gate.await_entry()
     late = rpc.rpc_async(1, gate.wait_inside, (tensor,), timeout=0.05)
     with pytest.raises(rpc.RpcTimeoutError):
         late.wait()
-    cancelled = rpc.rpc_async(1, gate.wait_inside, (tensor,))
-    gate.await_entry(2)
     cancelled.cancel()
     gate.open()
     assert rpc.rpc_sync(1, torch.numel, (tensor,)) == size

@@ -98,8 +98,8 @@ def park(gate: Gate) -> Any:
 
 def test_it_does_not_wait_for_a_future_that_nobody_waits_for(caller: Mesh, gate: Gate) -> None:
     """As of the batch that a parameter server never fills."""
-    rref = rpc.remote(1, park, (gate,), timeout=0.2)
-    late = rpc.rpc_async(1, park, (gate,), timeout=0.2)
+    rref = rpc.remote(1, park, (gate,), timeout=1)
+    late = rpc.rpc_async(1, park, (gate,), timeout=1)
     cancelled = rpc.rpc_async(1, park, (gate,))
     gate.await_entry(3)
     assert cancelled.cancel()
