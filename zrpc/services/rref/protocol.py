@@ -14,8 +14,7 @@ A fork that is handed on (*child*) travels inside some message, by `References.f
 that receives it (`References.receive`) tells the owner (ADD). The owner tells the receiver and
 the parent (ADDED), and the parent then no longer waits for the child. An owner that hands on its
 own handle lists the child before it sends the message. If a child arrives at the owner, the owner
-tells the parent. What a parent is told goes with the next message to it, or by itself after a
-tenth of a second: only the parent's end waits for it.
+tells the parent at once.
 
 ============ ======================= ===================================================
 message      from, to                meaning
