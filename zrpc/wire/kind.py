@@ -105,7 +105,6 @@ class Tag(IntEnum):
     STREAM = 26  # the limits of a stream, with its request; or with its answer, how long it was
     RECEIPT = 30  # of an answer with items of a queue: the receiver sends TAKEN
     DEVICE = 31  # of a request: the device that is current while its function runs
-    REFERENCES = 32  # reference counting that could wait for a message to its receiver
 
 
 # The rules as sets. A header may have a kind that is not here: it counts, and is no request.

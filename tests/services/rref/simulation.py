@@ -38,14 +38,6 @@ class Packet:
     number: int = field(compare=False)
 
 
-def take_messages(machine: References) -> list[tuple[int, ReferenceMessage]]:
-    """Takes out what a machine has to say; its receipts may come late, as any message here."""
-    messages = [*machine.outgoing, *machine.receipts]
-    machine.outgoing.clear()
-    machine.receipts.clear()
-    return messages
-
-
 class Violation(AssertionError):
     """The protocol has broken one of its promises."""
 
@@ -236,7 +228,8 @@ class Network:
         """Takes what a worker's machine has to say, and checks what it frees."""
         machine = self.machines[worker]
         machine.look()
-        for to, message in take_messages(machine):
+        outgoing, machine.outgoing = machine.outgoing, []
+        for to, message in outgoing:
             # As bytes, so that nothing but what the message says gets through.
             (copy,) = ReferenceMessage.parse_all(message.pack())
             self._send("message", worker, to, copy)

@@ -17,7 +17,6 @@ from tests.services.rref.simulation import (
     Network,
     run,
     schedules,
-    take_messages,
 )
 from zrpc.errors import ProtocolError
 from zrpc.services.rref.messages import Fork, GloballyUniqueId, ReferenceMessage, Verb
@@ -158,11 +157,12 @@ GIVER, ASKED = 0, 1
 def exchange(giver: References, user: References) -> list[Verb]:
     """Delivers what both have to say, until they say no more; returns what was said."""
     said = []
-    while giver.outgoing or user.outgoing or giver.receipts or user.receipts:
+    while giver.outgoing or user.outgoing:
         for machine, other, rank in ((giver, user, GIVER), (user, giver, ASKED)):
-            for _, message in take_messages(machine):
+            for _, message in machine.outgoing:
                 said.append(message.verb)
                 other.handle(rank, message)
+            machine.outgoing.clear()
             other.look()
     return said
 

@@ -15,7 +15,7 @@ _LAYOUT = struct.Struct("<BQIQIQIQ")
 _FORK_LAYOUT = struct.Struct("<IQIQIIQ")
 FORK_SIZE = _FORK_LAYOUT.size
 # At most this many reference messages are sent as one: its receiver does nothing else meanwhile.
-MAX_BATCH_LENGTH = 256
+_MAX_BATCH_LENGTH = 256
 
 
 class GloballyUniqueId(NamedTuple):
@@ -118,8 +118,8 @@ def bodies(
     for member, message in messages:
         packed.setdefault(member, []).append(message.pack())
     for member, parts in packed.items():
-        for start in range(0, len(parts), MAX_BATCH_LENGTH):
-            yield member, b"".join(parts[start : start + MAX_BATCH_LENGTH])
+        for start in range(0, len(parts), _MAX_BATCH_LENGTH):
+            yield member, b"".join(parts[start : start + _MAX_BATCH_LENGTH])
 
 
 class Fork(NamedTuple):

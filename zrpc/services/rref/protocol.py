@@ -91,8 +91,7 @@ class References:
 
     For one thread at a time. After each event the caller calls `look`, and takes what has gathered
     in `outgoing`, messages to send, each with its receiver, in `freed`, values to free, in
-    `unmade`, values that will never be made, and in `ready`, handlers that may begin. What is in
-    `receipts`, messages as well, may be sent a while later, as nothing but a fork's end waits.
+    `unmade`, values that will never be made, and in `ready`, handlers that may begin.
 
     Attributes:
         unseen: the values and forks that may be unused, until `look`. An event adds them first, and
@@ -117,7 +116,6 @@ class References:
         self._links: defaultdict[MemberId, Link] = defaultdict(Link)  # not to the lost
         self.unseen: deque[RRefId | ForkId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
-        self.receipts: list[tuple[MemberId, ReferenceMessage]] = []
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []
         self.ready: list[Handler] = []
@@ -434,7 +432,6 @@ class References:
         link = self._links[to]
         message = ReferenceMessage(verb, link.next, rref_id, fork_id, parent_id)
         packed = message.pack()
-        of_parent = verb is Verb.ADDED and fork_id.created_on == to
-        (self.receipts if of_parent else self.outgoing).append((to, message))
+        self.outgoing.append((to, message))
         link.next += 1
         link.sent.append(packed)

@@ -28,7 +28,6 @@ from zrpc.services.actors.mailbox import Mailbox, give_up
 from zrpc.services.rref.extended import Call, Resolve
 from zrpc.services.rref.forks import receive_forks
 from zrpc.services.rref.messages import (
-    MAX_BATCH_LENGTH,
     Fork,
     ForkId,
     GloballyUniqueId,
@@ -39,7 +38,7 @@ from zrpc.services.rref.messages import (
 )
 from zrpc.services.rref.protocol import References
 from zrpc.services.rref.value import ITSELF, Actor, MethodCheck, OwnedValue, ValueSink
-from zrpc.wire.kind import ANSWERS, UNCOUNTED, Kind, Tag
+from zrpc.wire.kind import ANSWERS, Kind, Tag
 from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
@@ -92,7 +91,6 @@ class RRefService(Service, MessageHooks):
         self._local_ids = itertools.count()
         self.lock = UninterruptedLock()
         self.references = References(self.member)
-        self.to_carry = self.references.receipts
         self.values: defaultdict[RRefId, OwnedValue] = defaultdict(OwnedValue)
         # Each as one number: objects would take the collector's time.
         self._freed: deque[int] = deque(maxlen=_FREED_REMEMBERED)
@@ -116,11 +114,7 @@ class RRefService(Service, MessageHooks):
     def extension_readers(self) -> Mapping[Tag, ExtensionReader]:
         # For SUBJECT: the value asked for, for REMOTE the new value and its creator's fork. Last
         # the place in the order of the calls to an actor.
-        return {
-            Tag.FORKS: partial(receive_forks, self),
-            Tag.SUBJECT: read_ids,
-            Tag.REFERENCES: self._on_references,
-        }
+        return {Tag.FORKS: partial(receive_forks, self), Tag.SUBJECT: read_ids}
 
     @override
     def message_hooks(self) -> MessageHooks:
@@ -276,11 +270,8 @@ class RRefService(Service, MessageHooks):
         return method, args, kwargs
 
     def _on_reference(self, message: Message) -> None:
-        self._on_references(message, message.body)
-
-    def _on_references(self, message: Message, data: bytes | bytearray | memoryview) -> None:
         with self.lock:
-            for each in ReferenceMessage.parse_all(data):
+            for each in ReferenceMessage.parse_all(message.body):
                 self.references.handle(message.sender, each)
         self.settle_references()
 
@@ -339,7 +330,6 @@ class RRefService(Service, MessageHooks):
         with self.lock:
             self.references.expire(time.monotonic())
         self.settle_references()
-        self._send_references(self.references.receipts)
 
     @override
     def idle(self) -> bool:
@@ -432,7 +422,7 @@ class RRefService(Service, MessageHooks):
         if freed and not self._closed:
             # A value's finalizer is the user's code, so it runs in the pool.
             self.agent.receiver.run(freed.clear)
-        self._send_references(references.outgoing)
+        self._send_references()
         while references.ready:
             try:
                 request, begin = references.ready.pop(0)  # atomic
@@ -444,38 +434,16 @@ class RRefService(Service, MessageHooks):
                 self.agent.callee.answer_error(request, error)
                 raise
 
-    def _send_references(self, gathered: list[tuple[MemberId, ReferenceMessage]]) -> None:
+    def _send_references(self) -> None:
         with self.lock:
-            messages = gathered.copy()
-            gathered.clear()
+            outgoing, self.references.outgoing = self.references.outgoing, []
         try:
-            for member, body in bodies(messages):
+            for member, body in bodies(outgoing):
                 self.agent.outbox.post(member, Message(Kind.REFERENCE, body=body))
         except BaseException:  # what was sent comes again, and is not counted twice
             with self.lock:
-                gathered[:0] = messages
+                self.references.outgoing[:0] = outgoing
             raise
-
-    @override
-    def carry(self, member: MemberId, message: Message) -> None:
-        """Adds the receipts of the reference count that have gathered for its receiver."""
-        receipts = self.references.receipts
-        if not receipts or message.kind in UNCOUNTED:
-            return
-        with self.lock:
-            carried = [each.pack() for to, each in receipts if to == member]
-            if not 0 < len(carried) <= MAX_BATCH_LENGTH:
-                return
-            receipts[:] = [each for each in receipts if each[0] != member]
-        message.extensions = [*message.extensions, (Tag.REFERENCES, b"".join(carried))]
-
-    @override
-    def undo_carry(self, member: MemberId, message: Message) -> None:
-        for tag, data in message.extensions:
-            if tag == Tag.REFERENCES:
-                with self.lock:
-                    carried = ReferenceMessage.parse_all(data)
-                    self.references.receipts += [(member, each) for each in carried]
 
 
 def _number(rref_id: RRefId) -> int:
