@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -97,10 +97,22 @@ def threads(session: Session, number: int) -> Sample:
         for _ in range(each):
             rpc_sync(PEER, targets.nothing)
 
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            calls()
+        except BaseException as error:
+            failures.append(error)
+
     def batch() -> None:
-        with ThreadPoolExecutor(number) as pool:
-            for calling in [pool.submit(calls) for _ in range(number)]:
-                calling.result()
+        callers = [threading.Thread(target=guarded) for _ in range(number)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        if failures:
+            raise failures[0]
 
     return session.sampling.rate(batch, each * number)
 
