@@ -42,7 +42,7 @@ def save(figure: Any, caption: str, path: Path) -> None:
 
 
 def plot(run: Run, caption: str, path: Path) -> None:
-    """Draws how many times faster zrpc is in each row.
+    """Draws how many times faster zrpc is in each row that the other library has, too.
 
     Args:
         run: the run; it must compare with another library.
@@ -55,7 +55,8 @@ def plot(run: Run, caption: str, path: Path) -> None:
     """
     against = run.settings.against
     assert against is not None
-    rows = [(result, result.times_faster(against)) for result in run.results]
+    compared = [each for each in run.results if against in each.outcomes]
+    rows = [(result, result.times_faster(against)) for result in compared]
     figure = new_figure(1.4 + 0.34 * len(rows), width=5)  # as wide as a phone
     axes = figure.add_subplot()
     for place, (result, spread) in enumerate(rows):

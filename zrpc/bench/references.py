@@ -48,7 +48,7 @@ def actor_calls_in_flight(session: Session, count: int) -> Sample:
         total += count
         futures = [counter.rpc_async().increment() for _ in range(count)]
         results = [future.wait() for future in futures]
-        check("the last count", results[-1], total)
+        check("the highest count", max(results), total)  # torch runs them at once
 
     return session.sampling.time(calls).divided(count)
 
