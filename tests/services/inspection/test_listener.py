@@ -236,7 +236,7 @@ def test_an_error_in_an_answer_ends_the_visit_and_not_the_worker(
         [answer] = ask([directory(mesh)], SOON)
         assert answer.problem == "it exited while it was asked"
         until(lambda: caplog.records)
-    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert all(record.exc_info for record in caplog.records)  # other programs may ask, too
     assert mesh.run(0, zrpc.rpc_sync, "worker1", max, (1, 2)) == 2
     [answer] = ask([directory(mesh)], SOON)
     assert answer.snapshots
