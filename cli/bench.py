@@ -117,8 +117,15 @@ def command(
     device = _usable_device(device, against, tcp) if device else ""
     if plot_file is not None and against == "nothing":
         raise click.UsageError("--plot draws a comparison: remove --against nothing")
-    library, sampling = None if against == "nothing" else against, Sampling(seconds=seconds)
-    settings = Settings(library, rounds, tcp, device, sampling, deadline, mesh_timeout=deadline)
+    settings = Settings(
+        against=None if against == "nothing" else against,
+        rounds=rounds,
+        tcp=tcp,
+        device=device,
+        sampling=Sampling(seconds=seconds),
+        deadline=deadline,
+        mesh_timeout=deadline,
+    )
     sys.exit(_measure(groups, settings, data_file, plot_file))
 
 

@@ -297,7 +297,7 @@ def test_a_failing_log_costs_no_answer(shared: Mesh, capfd: pytest.CaptureFixtur
 
 
 class Argument:
-    """Notes itself where it is made."""
+    """Notes each that is made."""
 
     made: list[weakref.ref[Any]] = []  # noqa: RUF012
 

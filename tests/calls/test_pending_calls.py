@@ -340,4 +340,4 @@ def test_after_ctrl_c_at_any_step_of_a_wait_the_callbacks_are_called(mesh: Mesh)
                 future.wait()
             assert done.wait(SOON), steps.place
             places.append(steps.place)
-    assert any(places)
+    assert sum(map(bool, places)) > 20

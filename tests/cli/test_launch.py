@@ -310,7 +310,7 @@ main(["launch", "script.py"])
 def test_a_trace_that_cannot_be_written_at_the_end(launch: Launch, tmp_path: Path) -> None:
     script = "import os; os.remove('trace.json'); os.mkdir('trace.json'); raise SystemExit(3)"
     code, _, err = launch(script, "--trace", "trace.json", "s.py", forked=True)
-    assert code == 3  # that of the worker
+    assert code == 3  # the worker's
     assert "the trace trace.json can't be written: " in err
     assert sorted(os.listdir(tmp_path)) == ["s.py", "trace.json"]
 

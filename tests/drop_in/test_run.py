@@ -94,7 +94,7 @@ FAILS = """
 def test_a_callee_prints_the_errors_of_its_functions(
     write: Write, quick_commands: Commands, tmp_path: Path
 ) -> None:
-    """As that of torch does."""
+    """As torch's callee does."""
     write("program.py", FAILS.replace("file://store", f"file://{tmp_path}/store"))
     ended = quick_commands(*RUN, "program.py")
     assert ended.stdout == "caught 'for the caller'\n", ended.stderr

@@ -125,7 +125,7 @@ class Launched:
 
 @pytest.fixture
 def start(marked: Marked, tmp_path: Path, write: Write) -> Iterator[Callable[..., Launched]]:
-    """Starts a launcher for a job, which is that of a script unless it has another target.
+    """Starts a launcher for a job, of a script unless it has another target.
 
     Modules are preloaded only if the job names some.
 

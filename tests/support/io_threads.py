@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from tests.support.gates import Gate
 from tests.support.waiting import SOON
+from zrpc.agent.agent import Agent
 from zrpc.testing import Mesh
 
 
@@ -20,9 +21,14 @@ def io_thread_held(mesh: Mesh, worker: int | str) -> Iterator[None]:
         yield
 
 
+def await_io_thread(agent: Agent) -> None:
+    """Waits until the I/O thread of a worker has done what it was asked to do before."""
+    done = threading.Event()
+    agent.receiver.in_io_thread(done.set)
+    assert done.wait(SOON)
+
+
 def await_io_threads(mesh: Mesh) -> None:
     """Waits until the I/O thread of each worker has done what it was asked to do before."""
     for name in mesh:
-        done = threading.Event()
-        mesh.agent(name).receiver.in_io_thread(done.set)
-        assert done.wait(SOON)
+        await_io_thread(mesh.agent(name))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from functools import partial
 
 import zrpc
-from tests.support.waiting import SOON
+from tests.support.io_threads import await_io_thread
 from zrpc.membership.failure_detector import Reason
 from zrpc.testing import Mesh
 
@@ -19,10 +18,8 @@ def lose_each_other(mesh: Mesh, one: int, other: int) -> None:
     """Has two workers lose each other, as if the network between them were cut."""
     for this, lost in ((one, other), (other, one)):
         agent, member = mesh.agent(this), mesh.agent(lost).worker_info.member_id
-        done = threading.Event()
         agent.receiver.in_io_thread(partial(agent.peers.remove, member, Reason.SILENT))
-        agent.receiver.in_io_thread(done.set)
-        assert done.wait(SOON)
+        await_io_thread(agent)
         assert member in agent.membership.lost
 
 

@@ -127,8 +127,9 @@ _CALLS_AT_ONCE = (
     _of_all("calls of 8 threads per second", "calls:threads", (8,), Unit.RATE, _RATE),
     Row("call while the peer is busy", "calls:peer_busy", limit=_zmq()),
 )
-_SEVEN = _beside_copies(_MIB, 7, 7)
-_FAN_OUT = _of_all("fan-out, 1 MiB to 7 workers", "tensors:fan_out", (_MIB,), **_SEVEN)
+_FAN_OUT = _of_all(
+    "fan-out, 1 MiB to 7 workers", "tensors:fan_out", (_MIB,), **_beside_copies(_MIB, 7, 7)
+)
 _FIRST = "first large message, 100 MB from each of 5 workers and back"
 _DROPPED = "RRefs made and dropped per second"
 _REFERENCES = (

@@ -34,11 +34,29 @@ from zrpc.testing.device_module import COUNT, TYPE, FakeModule
 _KEY = "PrivateUse1"  # torch's name for a device that others add
 
 # Operators that only make another tensor for the same memory. The CPU's do that for any device.
-_VIEWS = """as_strided view unfold _reshape_alias view_as_real view_as_complex
-    set_ set_.source_Storage set_.source_Storage_storage_offset set_.source_Tensor"""
+_VIEWS = (
+    "as_strided",
+    "view",
+    "unfold",
+    "_reshape_alias",
+    "view_as_real",
+    "view_as_complex",
+    "set_",
+    "set_.source_Storage",
+    "set_.source_Storage_storage_offset",
+    "set_.source_Tensor",
+)
 # Operators that make or take apart a sparse tensor.
-_SPARSE = """_sparse_coo_tensor_with_dims_and_tensors _coalesced_ is_coalesced
-    _indices _values _nnz sparse_dim dense_dim"""
+_SPARSE = (
+    "_sparse_coo_tensor_with_dims_and_tensors",
+    "_coalesced_",
+    "is_coalesced",
+    "_indices",
+    "_values",
+    "_nnz",
+    "sparse_dim",
+    "dense_dim",
+)
 
 
 @dataclass(frozen=True)
@@ -281,9 +299,9 @@ def _add(device: FakeDevice) -> list[torch.library.Library]:
     aten.impl("record_stream", device._record_stream, _KEY)
     aten.impl("convolution_overrideable", device._convolve, _KEY)
     aten.impl("convolution_backward_overrideable", device._convolve_backward, _KEY)
-    for name in _VIEWS.split():
+    for name in _VIEWS:
         aten.impl(name, _as_on("CPU", name), _KEY)
-    for name in _SPARSE.split():
+    for name in _SPARSE:
         aten.impl(name, _as_on("SparseCPU", name), f"Sparse{_KEY}")
     others = library("_", "IMPL")
     others.fallback(device._run, _KEY)

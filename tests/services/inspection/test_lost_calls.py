@@ -19,6 +19,7 @@ import zmq
 import zrpc
 from tests.services.inspection.doors import knock
 from tests.support.gates import Gate
+from tests.support.io_threads import await_io_thread
 from tests.support.observed import ask_often
 from tests.support.refusals import refusing
 from tests.support.targets import echo
@@ -71,9 +72,7 @@ def unasked(mesh: Mesh) -> Iterator[None]:
     """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
     rules = mesh.agent(0).service(InspectionService).rules
     rules.seconds = math.inf
-    passed = threading.Event()
-    mesh.agent(0).receiver.in_io_thread(passed.set)
-    assert passed.wait(SOON)
+    await_io_thread(mesh.agent(0))
     zrpc.rpc_sync(1, echo, (SMALL,))  # behind a question that was asked just before
     try:
         yield

@@ -148,7 +148,7 @@ def test_finalizers_run_anywhere(mesh: Mesh) -> None:
 
 
 class Held:
-    """Messages of one kind that a worker has sent, and that are still under way.
+    """Messages of one kind that a worker has sent, and that are held in flight.
 
     So are its questions after calls: they do not overtake a call, which would count as lost then.
     """

@@ -292,8 +292,9 @@ def _at(where: Frame | None) -> str:
 
 def _pool_text(snapshot: Snapshot) -> str:
     pool = snapshot.pool
-    text = f"pool: {pool.running} of {pool.size} threads run"
-    if pool.running > pool.size:
+    if pool.running <= pool.size:
+        text = f"pool: {pool.running} of {pool.size} threads run"
+    else:
         text = (
             f"pool: {pool.running} threads run, more than num_worker_threads ({pool.size}), as "
             "some use no processor time"

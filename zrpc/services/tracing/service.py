@@ -99,9 +99,11 @@ class TracingService(Service):
     @override
     def on_member_lost(self, member: MemberId) -> None:
         with self._lock:
-            for session in [each for each in self._recordings if each[0] == member]:
+            ended = [each for each in self._recordings if each[0] == member]
+            for session in ended:
                 del self._recordings[session]
-            self._record()
+            if ended:
+                self._record()
 
     def _record(self) -> None:
         recordings = self._recordings.values()
