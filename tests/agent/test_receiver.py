@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,15 +61,24 @@ class Calls:
         self.by_id = dict.fromkeys(range(number))
 
 
+def nothing() -> None:
+    pass
+
+
 def started(
-    messages: Any, pool: Any, calls: Any, tick: Callable[[], None] = lambda: None
+    messages: Any,
+    pool: Any,
+    calls: Any,
+    tick: Callable[[], None] = nothing,
+    look: Callable[[], None] = nothing,
+    **shutdown_state: Any,
 ) -> Receiver:
     """Returns a receiver that was started, but for its threads."""
-    shutdown: Any = SimpleNamespace(phase=Phase.RUNNING)
+    shutdown: Any = SimpleNamespace(**{"phase": Phase.RUNNING, **shutdown_state})
     worker = WorkerInfo("test", 0)
     receiver = Receiver(worker, contextvars.Context(), messages, pool, pool, shutdown)
     receiver._threads.start = lambda: None  # type: ignore[method-assign]
-    receiver.start(messages, calls, (), lambda: None, tick)
+    receiver.start(messages, calls, (), look, tick)
     return receiver
 
 
@@ -87,6 +97,30 @@ def test_other_messages_wait_for_quick_handlers_only(
     receiver = messages.receiver = started(messages, pool, Calls(0))
     receiver._turn(NEVER)
     assert len(messages.at_hand) == left
+
+
+@pytest.mark.parametrize(("asked", "looks"), [(False, 1), (True, 3)])
+def test_a_shutdown_looks_often_only_while_it_waits_for_this_worker(
+    asked: bool, looks: int
+) -> None:
+    """The ticks stay ten a second: they take longer than a call."""
+    messages: Any = Messages("first", "second", "third")
+    happened: list[str] = []
+    messages.receiver = receiver = started(
+        messages,
+        Pool(1e-3),
+        Calls(0),
+        partial(happened.append, "tick"),
+        partial(happened.append, "look"),
+        phase=Phase.BEGUN_ELSEWHERE,
+        asked=asked,
+        timing=SimpleNamespace(look=0.0),
+    )
+    begun = time.monotonic()
+    for _ in range(3):
+        receiver._turn(NEVER)
+    assert happened.count("tick") <= 1 + 10 * (time.monotonic() - begun)
+    assert looks <= happened.count("look") <= looks + 10 * (time.monotonic() - begun)
 
 
 class LateCalls(Calls):

@@ -66,7 +66,8 @@ class Receiver:
         self.receive, self.hurry = self._threads.receive, self._threads.hurry
         self.run = partial(self._threads.run, self._pool)
         self.complete = partial(self._threads.run, self._completions)
-        self._next_tick = 0.0
+        # When the next turn must begin at the latest, and when the next tick is due.
+        self._next_turn = self._next_tick = 0.0
         # What other threads want done in the I/O thread.
         self._errands: deque[Callable[[], object]] = deque()
 
@@ -84,8 +85,8 @@ class Receiver:
             dispatcher: gives each message to its handler.
             calls: those that wait for answers.
             after_turn: see `Service.after_turn`.
-            look: called while a shutdown is in progress: after each turn that leaves no handler to
-                run, and at each tick.
+            look: called while a shutdown is in progress, at each tick. While it waits for this
+                worker to be idle, also often, and after each turn that leaves no handler to run.
             tick: called about ten times a second.
         """
         self._unfinished = dispatcher.unfinished
@@ -128,7 +129,7 @@ class Receiver:
         """
         at_hand, received = self._network.at_hand, None
         try:
-            wait = min(self._next_tick, self._calls.earliest, until) - time.monotonic()
+            wait = min(self._next_turn, self._calls.earliest, until) - time.monotonic()
             # The next chunk's way through the system is better off with the core.
             received = self._network.receive(max(0.0, wait), not self._unfinished)
             if received is not None:
@@ -143,14 +144,17 @@ class Receiver:
                     do()
             now = time.monotonic()
             due = now >= self._next_tick
+            if due:
+                self._next_tick = now + _TICK_SECONDS  # first: also if an error ends the turn
+            self._next_turn = self._next_tick
             if self._shutdown.phase:
                 # With a handler to run, this worker is not idle. It may be soon.
-                if due or self._threads.job_pool is not self._pool:
+                if due or (self._shutdown.asked and self._threads.job_pool is not self._pool):
                     self._look()
-                self._next_tick = min(self._next_tick, now + self._shutdown.timing.look)
+                if self._shutdown.asked:
+                    self._next_turn = min(self._next_tick, now + self._shutdown.timing.look)
             # Before calls expire: a service may postpone their deadlines.
             if due:
-                self._next_tick = now + _TICK_SECONDS  # first: also if an error ends the tick
                 self._tick()
             if now >= self._calls.earliest:
                 self._calls.expire(now)
@@ -161,7 +165,7 @@ class Receiver:
             return -1.0
         if received is not None:
             return 0.0
-        return min(self._next_tick, self._calls.earliest)
+        return min(self._next_turn, self._calls.earliest)
 
     def _dispatch_rest(self) -> None:
         """Deals with the messages that have come with the first one of a turn."""
