@@ -6,8 +6,8 @@ import asyncio
 import contextvars
 import threading
 import weakref
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Coroutine
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -191,15 +191,12 @@ class ExecutionWithin(Execution):
 
     __slots__ = ("within",)
 
-    within: Sequence[Callable[[], AbstractContextManager[Any]]]
+    within: list[Callable[[], AbstractContextManager[Any]]]
 
     def __call__(self) -> None:
-        """Calls the function in this thread."""
-        with ExitStack() as stack:
-            try:
-                for enter in self.within:
-                    stack.enter_context(enter())
-            except BaseException as error:  # the caller waits for an answer
-                self._sink.fail(self.request, error)
-                return
+        """Calls the function in this thread; the pool calls `fail` with an error of a scope."""
+        if not self.within:
             super().__call__()
+            return
+        with self.within.pop(0)():
+            self()

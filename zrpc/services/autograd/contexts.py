@@ -168,6 +168,9 @@ class Contexts:
 
     def join(self, context_id: int, peer: MemberId) -> ContextState | None:
         """Returns the context of a message from or to ``peer``, or None if it has ended."""
+        state = self._states.get(context_id)
+        if state is not None and peer in state.peers:  # as for most messages; no lock, for speed
+            return state
         with self._lock:
             state = self._states.get(context_id)
             if state is None:

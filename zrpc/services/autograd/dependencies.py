@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import reduce
 from math import inf
-from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -78,13 +76,18 @@ class Tracer:
 
     def arrived(self, found: int) -> dict[int, Arrived]:
         """Returns the received tensors in a set, by their bits."""
-        return {bit: self._found[bit] for bit in _bits_of(found & self._arrived)}
+        found &= self._arrived
+        return {bit: self._found[bit] for bit in _bits_of(found)} if found else {}
 
     def sources(self, sent: Mapping[tuple[int, int], int], most: float = inf) -> Sources:
         """Returns what tensors were computed from, without those of more than ``most`` sources."""
-        sets = {tensor: found & self._arrived for tensor, found in sent.items()}
-        sets = {tensor: found for tensor, found in sets.items() if found.bit_count() <= most}
-        return Sources(self.arrived(reduce(or_, sets.values(), 0)), sets)
+        sets, every = {}, 0
+        for tensor, found in sent.items():
+            arrived = found & self._arrived
+            if arrived.bit_count() <= most:
+                sets[tensor] = arrived
+                every |= arrived
+        return Sources(self.arrived(every), sets)
 
     def reach(self, tensor: torch.Tensor) -> int:
         """Returns what a tensor was computed from, as a set."""
