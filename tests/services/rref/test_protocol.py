@@ -87,6 +87,23 @@ def test_a_fork_that_comes_twice_ends_with_its_last_handle_and_after_that_is_non
     assert sum(user.sizes()) == 1
 
 
+def test_only_a_message_that_a_handler_may_wait_for_is_urgent() -> None:
+    user, fork = pair_with_fork()
+    user.drop(fork.fork_id)
+    user.look()
+    assert [message.verb for _, message in user.outgoing] == [Verb.DELETE]
+    assert not user.urgent
+    given = Fork(fork.rref_id, GloballyUniqueId(2, 1), 0, GloballyUniqueId(2, 2))
+    user.receive(given, 2)
+    assert user.urgent  # its owner must list it before a handler begins
+    owner = References(0)
+    owner.receive(given, 2)
+    assert [message.verb for _, message in owner.outgoing] == [Verb.ADDED]
+    assert not owner.urgent
+    owner.handle(1, user.outgoing[-1][1])
+    assert owner.urgent
+
+
 def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
     user, fork = pair_with_fork()
     user.on_member_lost(0)

@@ -10,6 +10,8 @@ G1: the owner learns when a fork ends. (DELETE)
 G2: a fork that handed on a child stays listed until the owner lists the child. So there is
 always a listed fork while any fork lives, and the owner can't free the value too early.
 
+Nobody waits for a DELETE, nor a parent for ADDED: these leave together with others.
+
 A fork that is handed on (*child*) travels inside some message, by `References.fork`. The worker
 that receives it (`References.receive`) tells the owner (ADD). The owner tells the receiver and
 the parent (ADDED), and the parent then no longer waits for the child. An owner that hands on its
@@ -94,6 +96,8 @@ class References:
     `unmade`, values that will never be made, and in `ready`, handlers that may begin.
 
     Attributes:
+        urgent: whether somebody waits for what has gathered in `outgoing`. If not, it should leave
+            soon, together with what follows.
         unseen: the values and forks that may be unused, until `look`. An event adds them first, and
             does not look itself. So if there is no memory for a part of that, it is done later.
     """
@@ -116,6 +120,7 @@ class References:
         self._links: defaultdict[MemberId, Link] = defaultdict(Link)  # not to the lost
         self.unseen: deque[RRefId | ForkId] = deque()
         self.outgoing: list[tuple[MemberId, ReferenceMessage]] = []
+        self.urgent = False
         self.freed: list[RRefId] = []
         self.unmade: list[RRefId] = []
         self.ready: list[Handler] = []
@@ -240,7 +245,7 @@ class References:
                 self.freed.append(found)
                 del self._owned[found]
             if held and not held.handles and not held.children:
-                self._send(held.owner, Verb.DELETE, held.rref_id, found)
+                self._send(held.owner, Verb.DELETE, held.rref_id, found, urgent=False)
                 del self._held[found]
                 self._remember(found)
             self.unseen.popleft()
@@ -291,7 +296,7 @@ class References:
             self._delete(rref_id, fork_id, sender)
         else:
             self._announce(rref_id, fork_id, parent_id, sender)
-            self._send(sender, Verb.ADDED, rref_id, fork_id)
+            self._send(sender, Verb.ADDED, rref_id, fork_id, urgent=False)
         self._owned[rref_id].handles += 1
 
     def begin_when_listed(self, forks: Iterable[ForkId], handler: Handler, deadline: float) -> None:
@@ -344,12 +349,13 @@ class References:
             self.add(rref_id, fork_id, sender)
             self._send(sender, Verb.ADDED, rref_id, fork_id)
             if fork_id.created_on != sender and parent_id != NO_FORK:
-                self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id)
+                self._send(fork_id.created_on, Verb.ADDED, rref_id, fork_id, urgent=False)
         elif verb is Verb.ADDED:
             self.on_listed(fork_id)
         elif verb is Verb.RESEND:
             sent = ReferenceMessage.parse_all(b"".join(link.sent))
             self.outgoing += [(sender, m) for m in sent if m.serial >= fork_id.local_id]
+            self.urgent = True
             self._ask_about_forks(sender)
         elif verb is Verb.CHECK:
             if not self._knows(fork_id):
@@ -426,9 +432,11 @@ class References:
         rref_id: RRefId,
         fork_id: ForkId,
         parent_id: ForkId = NO_FORK,
+        urgent: bool = True,
     ) -> None:
         if to in self._lost:
             return
+        self.urgent = self.urgent or urgent
         link = self._links[to]
         message = ReferenceMessage(verb, link.next, rref_id, fork_id, parent_id)
         packed = message.pack()
