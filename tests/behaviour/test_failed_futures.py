@@ -251,6 +251,24 @@ def test_other_errors_are_not_logged(shared: Mesh, caplog: pytest.LogCaptureFixt
     assert "a bug" in caplog.text
 
 
+def test_the_error_of_a_call_is_not_logged_if_its_task_is_cancelled_then(
+    shared: Mesh, caplog: pytest.LogCaptureFixture, gate: Gate
+) -> None:
+    async def main() -> None:
+        future = rpc.rpc_async(1, lambda: give_up(gate.wait_inside()))
+        task = asyncio.ensure_future(await_inside(future))
+        await asyncio.sleep(0)
+        gate.open()
+        until(future.done)  # the loop can't tell the task before it is cancelled
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    gc.collect()
+    assert "nobody waited" not in caplog.text
+
+
 # -- at the callee -------------------------------------------------------------------------------
 
 

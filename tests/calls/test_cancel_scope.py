@@ -17,6 +17,7 @@ from tests.support.waiting import pending
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.calls.pending_call import PendingCall
 from zrpc.calls.pending_calls import OVERHEAD_BYTES
+from zrpc.errors import RpcCancelledError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.wire.member_id import MemberId
 
@@ -137,3 +138,11 @@ def test_a_task_whose_loop_is_closed_is_left_alone(scope: Any) -> None:
     assert scope.follow(task)
     scope.cancel()
     assert not scope.follow(task)
+
+
+def test_a_time_out_of_what_was_left_is_caused_by_the_end_of_the_scope() -> None:
+    scope = CancelScope(CALLER, 10)
+    assert scope.has_caused(RpcTimeoutError(f"it took too long. {scope.explanation()}"))
+    assert scope.has_caused(RpcCancelledError())
+    assert not scope.has_caused(RpcTimeoutError("it took longer than its own timeout"))
+    assert not scope.has_caused(KeyError())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager
@@ -24,7 +23,7 @@ from zrpc.calls.outbox import Outbox
 from zrpc.calls.pending_requests import PendingRequests
 from zrpc.calls.recorder import Recorder
 from zrpc.calls.result_sink import Called, ResultSink
-from zrpc.errors import RpcCancelledError, was_not_executed
+from zrpc.errors import was_not_executed
 from zrpc.functions import Deferral
 from zrpc.membership.view import Membership
 from zrpc.runtime.event_loop import EventLoop
@@ -201,10 +200,9 @@ class Callee:
     ) -> None:
         """Answers a request whose function has failed, and logs the error."""
         # A handler that its caller has cancelled may fail of that: this needs no log and no answer.
-        expected = isinstance(error, (RpcCancelledError, asyncio.CancelledError))
         cancelled = request.scope.cancelled
         try:
-            if report and not (expected and cancelled):
+            if report and not (cancelled and request.scope.has_caused(error)):
                 self.report_failure(error, handler_name(request), told=not cancelled)
         finally:  # also if there is no memory for the log
             uncalled = request.scope.function is None and was_not_executed(error)

@@ -9,6 +9,7 @@ there are the scope's children: they get no later deadline than the scope, and e
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import contextvars
 import threading
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.pending_call import NEVER, PendingCall
+from zrpc.errors import RpcCancelledError, RpcTimeoutError
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.thread_pool import pass_gate
 
@@ -195,6 +197,12 @@ class CancelScope:
             f"{self.caller.name} (rank {self.caller.rank}): give that one a longer timeout, or 0 "
             "for no limit"
         )
+
+    def has_caused(self, error: BaseException) -> bool:
+        """Returns whether a handler that was cancelled may have failed of that."""
+        if isinstance(error, RpcTimeoutError):  # of a nested call, at the deadline of both
+            return self.explanation() in str(error)
+        return isinstance(error, (RpcCancelledError, asyncio.CancelledError))
 
     def wait(self, timeout: float | None) -> bool:
         """Waits up to ``timeout`` seconds for the cancellation; returns `abandoned`."""

@@ -25,6 +25,7 @@ from zrpc.runtime.interrupts import (
     in_main_thread,
     raise_if_of_handler,
     release_interrupts,
+    suppressing,
     uninterrupted,
 )
 from zrpc.runtime.resource_limits import stack_is_full
@@ -62,6 +63,12 @@ class Calling(Protocol):
 
     def describe(self, call: PendingCall) -> str:
         """Returns what a call is of, and to which worker."""
+
+
+def _see(future: Future[Any]) -> None:
+    """Takes note that somebody has waited for the error of a future."""
+    with suppressing(Exception):
+        future.value()
 
 
 def _no_source() -> None:
@@ -362,9 +369,11 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             self._calling.in_next_turn(functools.partial(taking.end, False))
 
     def _abandon(self) -> None:
+        if self._is_complete():  # at the same moment
+            _see(self)
         # Not a future that the program completes: others may wait for it as well.
-        if self._call is not None or self._source() is not None:
-            self.cancel()
+        elif (self._call is not None or self._source() is not None) and not self.cancel():
+            self.add_done_callback(_see)
 
     def __reduce__(self) -> NoReturn:
         raise RuntimeError("Can not pickle torch.futures.Future")

@@ -307,6 +307,9 @@ def test_the_maker_learns_that_the_owner_was_lost_before_it_had_the_name(mesh: M
         mesh.agent("worker1").close()
     with pytest.raises(rpc.WorkerDied, match="worker1"):
         future.result(SOON)
+    with pytest.raises(rpc.WorkerDied, match="worker1") as known:  # from the start
+        mesh.run(2, make, "worker1")
+    assert known.value.executed is False
 
 
 @pytest.mark.zrpc(workers=4)

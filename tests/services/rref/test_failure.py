@@ -47,12 +47,15 @@ def start_to_wait(to: str) -> None:
 
 def errors(to: str) -> list[tuple[str, str]]:
     rref, (unmade, future) = kept()["rref"], kept()["waits"]
+    with pytest.raises(zrpc.WorkerDied):  # so the loss is known from here on
+        future.wait()
+    given_up = rref.rpc_async().append(1)
     uses = [
         future.wait,
         rref.to_here,
         unmade.to_here,
         lambda: rref.rpc_sync().append(1),
-        lambda: rref.rpc_async().append(1).wait(),
+        given_up.wait,
         lambda: rref.remote().copy().to_here(),
         lambda: zrpc.rpc_sync(to, echo, args=(rref,)),
         lambda: zrpc.remote(to, echo, args=(rref,)).to_here(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
 import gc
 import sys
@@ -43,11 +44,20 @@ def leave_block(stream: Any) -> None:
         next(stream)
 
 
+def leave_async_block(stream: Any) -> None:
+    async def read() -> None:
+        async with contextlib.aclosing(stream):
+            await anext(stream)
+
+    asyncio.run(read())
+
+
 WAYS: list[Callable[[Any], None]] = [
     lambda stream: stream.close(),
     leave_loop,
     leave_loop_by_an_error,
     leave_block,
+    leave_async_block,
 ]
 
 

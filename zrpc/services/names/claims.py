@@ -129,7 +129,9 @@ def _claim(
         try:
             return rref, waiting.get()
         except WorkerDied as error:
-            raise error if rref._order is None else rref._order.died(str(error)) from None
+            died = error if rref._order is None else rref._order.died(str(error))
+            died.executed = error.executed
+            raise died from None
 
 
 def _ask_holder(

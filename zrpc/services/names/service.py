@@ -127,6 +127,11 @@ class NameService(Service, MessageHooks):
         try:
             if self.agent.closed:
                 raise has_shut_down()
+            # Lost before this thread waited: `on_member_lost` does not come again.
+            if waiting.member in self.agent.membership.lost:
+                error = WorkerDied(self.agent.why_gone(waiting.member))
+                error.executed = False
+                waiting.fail(error)
             yield
         finally:
             with self._lock:

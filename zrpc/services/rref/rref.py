@@ -13,6 +13,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
+from zrpc.calls.future import Future
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
@@ -33,7 +34,6 @@ from zrpc.wire.message import Extensions, Message
 from zrpc.wire.pickling import register_reducer
 
 if TYPE_CHECKING:
-    from zrpc.calls.future import Future
     from zrpc.services.streams.stream import Stream
 
 T = TypeVar("T")
@@ -394,7 +394,12 @@ class RRef(Generic[T]):
                 self._ask_beside(READY, timeout)
 
     def _ask_async(self, body: Any, timeout: float) -> Any:
-        self._check()
+        try:
+            self._check()
+        except Exception as error:  # a call in flight fails by its future when the owner is lost
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
         about = self._about()
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 

@@ -107,6 +107,10 @@ class Stream(Generic[R]):
         else:
             self._source.close()
 
+    async def aclose(self) -> None:
+        """Ends the stream as `close` does; for ``contextlib.aclosing``."""
+        self.close()
+
     def __enter__(self) -> Stream[R]:
         return self
 
