@@ -440,7 +440,7 @@ class RRefService(Service, MessageHooks):
                 raise
 
     def _send_gathered(self) -> None:
-        """Sends what has gathered for long enough; the next tick sends all of it."""
+        """Sends what has gathered for `_GATHER_SECONDS`; the next tick sends all of it."""
         now = time.monotonic()
         self._send_at = self._send_at or now + _GATHER_SECONDS
         if now >= self._send_at:
