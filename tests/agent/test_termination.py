@@ -316,6 +316,22 @@ def test_a_worker_that_comes_while_the_others_are_asked_is_waited_for() -> None:
     assert probes == [(rank, TerminationMessage(Step.PROBE, 3)) for rank in (1, 2)]
 
 
+def test_a_loss_in_what_would_be_the_last_round_leads_to_another() -> None:
+    """As what a program does about a loss is waited for, too."""
+    leader, counts = Termination(0, range(3)), partial(TerminationMessage, Step.COUNTS)
+    leader.begin()
+    for member in (1, 2):
+        leader.receive(member, TerminationMessage(Step.JOIN))
+    for number, others in ((1, [1, 2]), (2, [1])):
+        leader.idle(0, 0)
+        leader.receive(2, counts(number))
+        if number == 2:
+            leader.on_member_lost(2)
+        probe = TerminationMessage(Step.PROBE, number + 1)
+        assert leader.receive(1, counts(number)) == [(other, probe) for other in others]
+    assert not leader.done
+
+
 def test_a_member_knows_that_all_have_begun_when_leaders_ask_that_count_them() -> None:
     member, leader = Termination(2, [0, 1, 2]), Termination(0, [0, 1, 2])
     member.begin()

@@ -21,6 +21,7 @@ from tests.support.observed import ask_often
 from tests.support.targets import echo
 from tests.support.threads import start_all
 from tests.support.waiting import SOON, pending, until
+from zrpc.agent.peers import LeaveMessage
 from zrpc.agent.service import Service
 from zrpc.agent.shutdown import ShutdownTiming
 from zrpc.functions import async_execution
@@ -327,6 +328,31 @@ def test_nothing_is_sent_once_all_have_left_gracefully() -> None:
         assert _sent == sent
         for agent in agents:
             agent.close()
+
+
+class CountsTicks(Service):
+    """Counts the ticks of its worker's I/O thread."""
+
+    ticks = 0
+
+    def tick(self) -> None:
+        self.ticks += 1
+
+
+@pytest.mark.usefixtures("no_leaks")
+def test_a_worker_that_leaves_is_not_told_that_it_is_dead_as_it_asks_for_heartbeats() -> None:
+    """As one that is still about to leave: it would report the loss of all others."""
+    agents = join_all(("one", 0, 2), ("other", 1, 2), services=[CountsTicks])
+    one, (own, other) = agents[0], (agent.worker_info.member_id for agent in agents)
+    one.outbox.post(other, LeaveMessage().pack())
+    until(lambda: own in agents[1].membership.lost and one.liveness.silence(other) == 0.0)
+    # Its first message on that connection leaves at the next tick; an answer is read at another.
+    counter = one.service(CountsTicks)
+    seen = counter.ticks
+    until(lambda: counter.ticks > seen + 3)
+    assert not one.membership.lost
+    for agent in agents:
+        agent.close()
 
 
 # -- while messages are lost, as by a connection that breaks -------------------------------------

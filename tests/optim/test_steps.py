@@ -21,7 +21,7 @@ from tests.optim.twins import (
     use,
 )
 from tests.support.identity import event
-from tests.support.waiting import SOON, until
+from tests.support.waiting import SOON, pending, until
 from zrpc.optim import DistributedOptimizer
 from zrpc.testing import Mesh
 
@@ -86,12 +86,13 @@ class Gated(SGD):
 
 
 def test_steps_over_other_parameters_do_not_wait_for_a_slow_step(mesh: Mesh) -> None:
-    """While one step is blocked, steps over other parameters of the worker complete."""
+    """While one step is blocked, those of the same worker complete; its own state can't be read."""
     a, b = mesh.run(0, make, "a", 2), mesh.run(0, make, "b", 2)
+    blocked = mesh.run(0, DistributedOptimizer, Gated, [a], lr=1.0)
 
     def slow() -> None:
         with mesh.agent(0).as_current():
-            step_over(DistributedOptimizer(Gated, [a], lr=1.0), a)
+            step_over(blocked, a)
 
     def run() -> None:
         optimizer = DistributedOptimizer(SGD, [b], lr=1.0)
@@ -104,8 +105,11 @@ def test_steps_over_other_parameters_do_not_wait_for_a_slow_step(mesh: Mesh) -> 
         mesh.submit(0, run).result(SOON / 2)
         assert PARAMETERS["b"].tolist() == [0.0, 1.0, 2.0]
         assert PARAMETERS["a"].tolist() == [1.0, 2.0, 3.0]
+        saved = mesh.submit(0, blocked.state_dict)
+        assert pending(saved, 0.1)  # it would be the state of half a step
         event("let the step end").set()
         future.result(SOON)
+        assert saved.result(SOON)["param_groups"]
     assert PARAMETERS["a"].tolist() == [0.0, 1.0, 2.0]
 
 

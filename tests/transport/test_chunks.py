@@ -129,6 +129,9 @@ def test_an_unfinished_message_can_be_broken_off_or_forgotten() -> None:
     assert assembler.lost == [("w0", b"head")]
     assert add_all(assembler, "w0", [second]) == [None]
     assert assembler.lost == [("w0", b"head")]
+    assembler.forget("w0")  # also which of its messages were lost
+    *_, message = add_all(assembler, "w0", sent(1, [b"head", b"whole"]))
+    assert as_bytes(message) == [b"head", b"whole"]
 
 
 def test_malformed_chunks_are_refused() -> None:
@@ -150,6 +153,7 @@ def test_a_message_without_memory_is_lost_once() -> None:
     with pytest.raises(ProtocolError, match="no memory for a frame"):
         assembler.add("w0", chunk(0, 1, 2**60), [b"x"])
     assert not assembler.unfinished
+    assert assembler.lost == [("w0", b"")]  # though no other chunk may follow
     assert add_all(assembler, "w0", [[chunk(1, 1), b"x"], [chunk(2, 1), b"x"]]) == [None, None]
     assert assembler.lost == [("w0", b"")]
     *_, message = add_all(assembler, "w0", sent(2, [b"head"]))

@@ -218,9 +218,7 @@ class Peers:
         if message.kind == Kind.TERMINATION:
             # It may have gone together with the word that all may go.
             self._shutdown.receive(member, message.body)
-        if message.kind == Kind.LEAVE or self._liveness.reason(member) in _SAID_BY_ITSELF:
-            return
-        if not self._out_by_log(member):
+        if message.kind != Kind.LEAVE and not self._knows(member):
             self.tell(member)
 
     def tell(self, member: MemberId) -> None:
@@ -232,11 +230,10 @@ class Peers:
 
     def _on_greeting(self, member: MemberId) -> None:
         """A member begins to watch whether this worker lives, or has connected again for that."""
-        if member in self._membership.lost:
-            if not self._out_by_log(member):
-                self._answer_heartbeats(member)
-        else:
+        if member not in self._membership.lost:
             self._liveness.greeted(member)
+        elif not self._knows(member):
+            self._answer_heartbeats(member)
 
     def _answer_heartbeats(self, member: MemberId) -> None:
         """Tells a member that is lost so by its own connection; see `zrpc.transport.heartbeat`."""
@@ -251,10 +248,14 @@ class Peers:
         tried = self._liveness.tried_in_vain(member)
         return LeaveMessage(declared_dead=True, tried=tried).pack().first_frame()
 
-    def _out_by_log(self, member: MemberId) -> bool:
-        """Whether the log of an elastic mesh has put out this worker: the others read why there."""
-        out = self._liveness.reason(member) is Reason.OUT
-        return out and self._membership.own_id not in self._put_out
+    def _knows(self, member: MemberId) -> bool:
+        """Whether a member that is lost has said so itself, or reads it in an elastic mesh's log.
+
+        One that has said that it leaves may be heard again before its end, and ask for heartbeats.
+        """
+        reason = self._liveness.reason(member)
+        out_by_log = reason is Reason.OUT and self._membership.own_id not in self._put_out
+        return out_by_log or reason in _SAID_BY_ITSELF
 
     def _on_leave(self, message: Message) -> None:
         said = LeaveMessage.parse(message.body)
@@ -278,7 +279,7 @@ class Peers:
         """Drops a member that is lost, as the membership knows already."""
         member = loss.member
         self._dispatcher.forget(member)
-        if loss.reason not in _SAID_BY_ITSELF and not self._out_by_log(member):
+        if not self._knows(member):
             self._answer_heartbeats(member)
         if self._membership.was_found(member):
             logger.info("%s: %s", self._membership.info, self.why_lost(member))

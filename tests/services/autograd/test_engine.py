@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -245,6 +246,22 @@ def test_no_hooks_of_a_run_stay_on_a_node(leaf: torch.Tensor, has_hook: bool) ->
             handle = register(nothing)
             assert len(handle.hooks_dict_ref()) == 1
             handle.remove()
+
+
+def test_grad_is_put_back_after_a_hook_has_failed_though_a_debugger_keeps_all_frames(
+    leaf: torch.Tensor,
+) -> None:
+    before, frames = leaf.grad, []
+    leaf.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    root = (leaf * 2).sum()
+    profile = sys.getprofile()
+    sys.setprofile(lambda frame, *_: frames.append(frame))
+    try:
+        with pytest.raises(ZeroDivisionError):
+            run(root)
+    finally:
+        sys.setprofile(profile)
+    assert leaf.grad is before
 
 
 @pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="new in torch 2.10")

@@ -118,6 +118,8 @@ def test_a_worker_with_a_lower_id_that_joins_does_not_depose_the_arbiter() -> No
     world.finish(random.Random(0))
     assert world.holders("a") == [6]
     assert world.term.arbiter == 5
+    world.claim(MemberId(6), "b")
+    assert [packet.to for packet in world.packets] == [5]  # not by the other one
 
 
 def test_two_workers_that_lose_each_other_leave_one_holder_where_both_are_seen() -> None:

@@ -112,7 +112,9 @@ def test_a_fork_is_not_moved_to_a_worker_that_is_lost_too() -> None:
         user.move({fork.rref_id: owner})
         assert user.outgoing == []
         assert user.idle
+    assert user.is_listed(fork.fork_id)
     user.move({fork.rref_id: 3})
+    assert not user.is_listed(fork.fork_id)  # by its new owner
     assert [(to, message.verb) for to, message in user.outgoing] == [(3, Verb.ADD)]
     user.move({fork.rref_id: 3})
     assert len(user.outgoing) == 1

@@ -9,6 +9,7 @@ import gc
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.services.streams.conftest import Tap
 from tests.support.gates import Gate
 from tests.support.identity import here
 from tests.support.targets import Unreadable
+from tests.support.threads import assert_raised, start_all
 from tests.support.waiting import SOON, until
 from zrpc.services.streams.batches import dump_batch
 from zrpc.testing import Mesh
@@ -223,7 +225,8 @@ def test_an_error_as_a_batch_is_sent_ends_the_stream(caller: Mesh, asynchronous:
 # -- time ----------------------------------------------------------------------------------------
 
 
-def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh, readers: int) -> None:
     gate, closed = Gate(), threading.Event()
 
     def run() -> Iterator[int]:
@@ -236,6 +239,9 @@ def test_an_item_that_takes_too_long_ends_the_stream(caller: Mesh) -> None:
 
     stream = zrpc.rpc_stream("worker1", here(run), timeout=0.2)
     assert next(stream) == 0
+    if readers > 1:  # there is always one that waits
+        ended = start_all([partial(next, stream)] * readers, SOON)()
+        assert_raised(ended, zrpc.RpcTimeoutError, "200 ms")
     for _ in range(2):
         with pytest.raises(
             zrpc.RpcTimeoutError, match=r"200 ms.*Here.*worker1.*for each item"

@@ -112,12 +112,16 @@ def test_if_the_publisher_is_lost_subscribers_on_all_hosts_are_told(hosts: Any) 
     assert [rollout.value for rollout in rollouts] == [5] * 4
 
 
-def test_what_a_host_has_got_is_dropped_with_the_publication(hosts: Any) -> None:
+@pytest.mark.parametrize("lost", [False, True], ids=["closed", "lost"])
+def test_what_a_host_has_got_is_dropped_with_the_publication(hosts: Any, lost: bool) -> None:
     mesh, few, many = hosts
     learner = Learner(mesh, few[0], versions=1)
     rollouts = [Rollout(mesh, worker) for worker in many]
     assert [rollout.load() for rollout in rollouts] == [1] * 3
-    mesh.run(few[0], learner.published.close)
+    if lost:
+        mesh.agent(few[0]).close()
+    else:
+        mesh.run(few[0], learner.published.close)
     for rollout in rollouts:
         mesh.run(rollout.worker, rollout.subscriber.close)
     for worker in range(5):

@@ -7,9 +7,9 @@ Each leaf has an AccumulateGrad node, on which hooks and DDP's reducers hang, an
 none of them and returns the gradients. Otherwise the run has its own hooks on them while it lasts,
 the last ones there, and tells by its graph task which calls of them are its own:
 
-- A leaf without hooks on its node: the gradient is taken before the node gets it, which then does
-  nothing. So any number of runs can go over the same leaf at once.
-- A leaf with hooks on its node: while the node runs, the context's gradient of the leaf is in
+- A leaf without hooks that run after its node: the gradient is taken before the node gets it, which
+  then does nothing. So any number of runs can go over the same leaf at once.
+- A leaf with such hooks: while the node runs, the context's gradient of the leaf is in
   ``.grad``. Another run that reaches this leaf waits meanwhile, as a second thread does in torch.
 - The parameters of a DDP module: the context's gradients are in ``.grad`` for the whole run,
   because the reducer writes to them until the engine is done, and also to parameters that this
@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -191,7 +190,7 @@ class _Accumulation:
     """What one run of the engine adds to a context by the nodes of leaves.
 
     Attributes:
-        taken: leaves without hooks on their nodes, and their gradients. The caller adds these to
+        taken: leaves without hooks after their nodes, and their gradients. The caller adds these to
             the context when the run has succeeded.
     """
 
@@ -227,11 +226,10 @@ class _Accumulation:
     def _hook(self, node: Any, stack: ExitStack) -> None:
         """Adds this run's hooks to a node."""
         with _hooks_lock:
-            take = node.register_prehook(self._own(partial(self._take, node.variable)))
-            if not _has_hooks(node, take):
+            if not _has_hooks(node):
+                take = node.register_prehook(self._own(partial(self._take, node.variable)))
                 stack.callback(take.remove)
                 return
-            take.remove()
             lent = _lent(self._state, node.variable, Use.HOOKS)
             loan = ExitStack()
             stack.push(loan)  # of a node that has failed
@@ -287,11 +285,11 @@ def _lent(state: ContextState, leaf: torch.Tensor, use: Use) -> Iterator[None]:
                 before.copy_(saved)
 
 
-def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
-    """Returns whether a user's hooks run with an AccumulateGrad node; under _hooks_lock.
+def _has_hooks(accumulator: Any) -> bool:
+    """Returns whether a user's hooks run after an AccumulateGrad node; under _hooks_lock.
 
-    A node does not list its hooks, but a new hook joins the dictionary of the existing ones.
-    ``prehook`` is one that was added.
+    Those that run before it get the same gradient in either case. A node does not list its hooks,
+    but a new hook joins the dictionary of the existing ones.
     """
     _, after = hooks_of_leaf(accumulator.variable)
     if after:
@@ -299,8 +297,7 @@ def _has_hooks(accumulator: Any, prehook: RemovableHandle) -> bool:
     hook = accumulator.register_hook(_nothing)
     hooks = hook.hooks_dict_ref()
     hook.remove()
-    prehooks = prehook.hooks_dict_ref() or {}
-    return not all(isinstance(each, OwnHook) for each in [*hooks.values(), *prehooks.values()])
+    return not all(isinstance(each, OwnHook) for each in hooks.values())
 
 
 _nothing = OwnHook(lambda *_: None)
