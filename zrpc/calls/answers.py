@@ -63,10 +63,9 @@ def settle_with_receipt(
 ) -> None:
     """Tells the owner of a value whether it is taken, also if Ctrl-C comes before that."""
     call = calls.get(answer.call_id)
-    if call is not None and call.follower is None:
-        call.taking = Taking(1)  # of the thread that waits in `Caller.call`
-    call = calls.settle(answer.call_id, answer)
-    if call is None or call.taking is None:
-        receipt(call is not None)
+    # Of the thread that waits in `Caller.call`, or of the future: tasks may await that later.
+    taking = None if call is None else Taking.of(call).join()
+    if calls.settle(answer.call_id, answer) is None or taking is None:
+        receipt(False)
     else:
-        call.taking.ask(receipt)
+        taking.ask(receipt)

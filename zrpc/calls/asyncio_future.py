@@ -55,6 +55,11 @@ class AsyncioFuture(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         if self._cancelled or self._is_complete():
             return self.value()
+        taking = self._begin_taking()
+        if self._is_complete():  # since then
+            if taking is not None:
+                taking.end(True)
+            return self.value()
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
 
@@ -66,7 +71,6 @@ class AsyncioFuture(Generic[T]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(arrive)
 
-        taking = self._begin_taking()
         self.add_done_callback(on_done)
         try:
             yield from arrived

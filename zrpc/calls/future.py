@@ -112,11 +112,13 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
         "_kept",
         "_open",
         "_source",
+        "_taking",
     )
 
     _failed: str  # only if it has: the name of the error's class
     _kept: KeptError  # only if the future has one
     _calling: Calling  # only if it was made by `of_call`
+    _taking: Taking  # only if the callee asks whether the value of the call was taken
 
     def __init__(self, *, devices: list[Any] | None = None) -> None:
         super().__init__(devices=devices)
@@ -358,11 +360,10 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
 
     def _begin_taking(self) -> Taking | None:
         call = self._call
-        if call is None:
-            return None
-        taking = call.taking = call.taking or Taking()
-        taking.tasks += 1
-        return taking
+        if call is not None:
+            return Taking.of(call).join()
+        taking = getattr(self, "_taking", None)  # if it is about to be complete
+        return taking and taking.join()
 
     def _leave(self, taking: Taking | None) -> None:
         if taking is not None:
@@ -420,6 +421,8 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
         self._cancelled = isinstance(outcome, RpcCancelledError)
         try:
             self._claim()
+            if call.taking is not None:
+                self._taking = call.taking
             self._call = None
             self._complete_from(functools.partial(self._calling.decode, outcome), held=True)
         except BaseException:
@@ -429,6 +432,8 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             raise
         finally:
             self._calling.calls.handed.discard(weakref.ref(call))
+            if call.taking is not None and self._call is None:
+                call.taking.end(None)  # by this future, if no task awaits it
 
     def _complete_from(self, decode: Callable[[], T], held: bool = False) -> None:
         """Makes the value; if Ctrl-C or another signal interrupts that, another thread does it."""

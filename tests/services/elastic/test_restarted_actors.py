@@ -224,6 +224,17 @@ def test_if_another_actor_has_the_name_meanwhile_it_is_not_made_again(workers: C
     assert taken.rpc_sync().add(1) == (5, 0)
 
 
+def test_one_that_was_refused_since_its_name_was_taken_is_not_made_later(workers: Crew) -> None:
+    counter = make(workers[0], 7, name="steps")
+    error = error_of(lambda: make(workers[2], 100, name="steps"))
+    assert "is taken" in str(error)
+    counter.stop()
+    workers.die()
+    workers.revive()
+    assert make(workers[0], 5, name="steps").rpc_sync().add(1) == (6, 1)
+    del error
+
+
 def test_the_maker_s_rrefs_decide_and_nobody_waits_in_vain(workers: Crew) -> None:
     counter = make(workers[0])
     other = hand_on(counter, workers[0], workers[2])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.services.elastic.conftest import Elastic
 from tests.services.groups.conftest import outcomes
 from tests.support.gates import Gate
 from tests.support.targets import echo
-from tests.support.waiting import until
+from tests.support.waiting import SOON, until
 from zrpc.testing import Mesh
 
 pytestmark = pytest.mark.zrpc(workers=4, timeout=90, options={"rpc_timeout": 40})
@@ -120,6 +121,12 @@ class Worker:
     def stream(self, item: int) -> Iterator[int]:
         yield item
 
+    def wait(self, gate: Gate) -> None:
+        gate.wait_inside()
+
+    def wait_in_steps(self, gate: Gate) -> Iterator[None]:
+        yield gate.wait_inside()
+
 
 def test_actors_that_are_stopped_take_no_items_if_there_are_others(caller: Mesh) -> None:
     actors = zrpc.remote(zrpc.group("worker[123]"), zrpc.actor(Worker, concurrency=1))
@@ -180,6 +187,32 @@ def test_the_items_of_a_dead_member(caller: Mesh, gate: Gate) -> None:
     assert errors_if_it_dies(1, zrpc.group("worker[12]")) == {0: (zrpc.WorkerDied, None)}
     not_begun = dict.fromkeys(range(1, 6), (zrpc.WorkerDied, False))  # as nobody is left
     assert errors_if_it_dies(2, zrpc.group("worker2")) == {0: (zrpc.WorkerDied, None), **not_begun}
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("streams", [False, True])
+def test_items_fail_if_a_member_dies_and_the_others_do_nothing(
+    caller: Mesh, gate: Gate, streams: bool
+) -> None:
+    actors = zrpc.remote(zrpc.group("worker[12]"), zrpc.actor(Worker, concurrency=1))
+    actors[0].stop()
+    items = (zrpc.share([gate] * 6),)
+
+    def run() -> None:
+        if streams:
+            list(actors.rpc_stream().wait_in_steps(*items))
+        else:
+            actors.rpc_sync().wait(*items)
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run)
+        gate.await_entry()
+        caller.agent(2).close()
+        with pytest.raises(zrpc.GroupError) as caught:
+            ended.result(SOON)
+    errors = caught.value.errors.values()
+    assert len(errors) == 6
+    assert [each.executed for each in errors if isinstance(each, zrpc.OwnerDied)] == [None]
 
 
 @pytest.mark.system

@@ -40,9 +40,10 @@ class Sharer(ABC):
         self._waiting = deque(range(len(self._items)))
         self._free = deque(self._targets)  # members that have no item, by place
         self._place_of: dict[int, int] = {}  # the members that have had the items, by item
-        # Members that have called nothing for their last item, as stopped actors do, and lost ones.
-        # They get items only if there are no others.
+        # Members that have called nothing for their last item, as stopped actors do. They get items
+        # only if there are no others.
         self._idle: set[int] = set()
+        self._gone: set[int] = set()  # those that are lost: they get none
         self._busy = 0  # members that have one
         self._running = False
         self._lost: WorkerDied | None = None
@@ -104,7 +105,7 @@ class Sharer(ABC):
 
     def _works(self) -> bool:
         """Returns whether a member does what it is asked for. The lock is held."""
-        return len(self._idle) < len(self._targets)
+        return len(self._idle | self._gone) < len(self._targets)
 
     def _has_room(self) -> bool:
         """Returns whether another item may be given out now. The lock is held."""
@@ -142,6 +143,7 @@ class Sharer(ABC):
             lost = self._targets[place].info.member_id in self._agent.membership.lost
             if lost and isinstance(outcome, WorkerDied):
                 self._lost = outcome
+                self._gone.add(place)
             else:
                 self._free.append(place)
 

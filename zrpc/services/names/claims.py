@@ -126,12 +126,18 @@ def _claim(
         naming = Naming(name, what, options is not None, past, restarts)
         more = [(Tag.NAMING, naming.pack())]
         rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more, name=name)
+        is_made = False
         try:
-            return rref, waiting.get()
+            holder = waiting.get()
+            is_made = holder is None
+            return rref, holder
         except WorkerDied as error:
             died = error if rref._order is None else rref._order.died(str(error))
             died.executed = error.executed
             raise died from None
+        finally:
+            if not is_made:  # an error may keep the RRef, which would make the actor again
+                agent.service(ActorOrders).forget(rref_id)
 
 
 def _ask_holder(
