@@ -48,7 +48,8 @@ _LISTING_SECONDS = 5.0
 
 _NEVER_MADE = (
     "the value of this RRef is never made on {}: the call that was to make it was not sent, or not "
-    "read; or its owner has died, and its maker has no RRef to it any more, or it was stopped"
+    "read; or its owner has died, and its maker has no RRef to it any more, or it was stopped, or "
+    "it has a name, and its constructor has failed since"
 )
 
 # A worker remembers this many of the values that it has freed: the caller of a method may give
