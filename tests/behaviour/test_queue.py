@@ -24,7 +24,7 @@ import zrpc as rpc
 from tests.support.observed import busy, stats_of
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 
 
 @pytest.fixture
@@ -224,6 +224,9 @@ def test_items_that_can_not_be_sent_or_read_leave_the_queue_usable(items: Any) -
     with pytest.raises(rpc.SerializationError):
         local.rpc_sync().get_batch(3)
     assert local.rpc_sync().get_batch(3) == ["first", "last"]
+    local.rpc_sync().close()
+    with pytest.raises(rpc.QueueClosed):  # though the bad ones will never be taken
+        local.rpc_sync(timeout=SOON).get()
 
 
 def test_closing(shared: Mesh) -> None:
@@ -246,6 +249,42 @@ def test_closing(shared: Mesh) -> None:
     other.rpc_sync().close()
     with pytest.raises(rpc.QueueClosed):
         future.wait()
+
+
+@pytest.mark.zrpc(workers=3, faults=True)
+@pytest.mark.parametrize("comes_back", [True, False])
+def test_a_get_after_closing_waits_until_it_is_known_who_has_the_last_item(
+    caller: Mesh, comes_back: bool
+) -> None:
+    rref = rpc.remote(1, rpc.Queue, name="queue")
+    first = rref.rpc_async().get()
+    until(lambda: busy(caller) == 1)
+    with faults.cut(caller, 0, 1):
+        caller.run(2, put_and_close, "item")
+        second = caller.submit(2, get_by_name)
+        until(lambda: busy(caller) == 1)  # the second one waits
+        if comes_back:
+            assert first.cancel()
+    if comes_back:
+        assert second.result(SOON) == "item"
+    else:
+        assert first.wait() == "item"
+        with pytest.raises(rpc.QueueClosed):
+            second.result(SOON)
+    with pytest.raises(rpc.QueueClosed):
+        rref.rpc_sync().get()
+
+
+def put_and_close(item: Any) -> None:
+    named = rpc.get_actor("queue")
+    named.rpc_sync().put(item)
+    named.rpc_sync().close()
+    with pytest.raises(queue.Empty):
+        named.rpc_sync().get_nowait()
+
+
+def get_by_name() -> Any:
+    return rpc.get_actor("queue").rpc_sync().get()
 
 
 def test_tensors_with_gradients_are_refused_in_a_context(items: Any) -> None:

@@ -79,6 +79,9 @@ def test_a_get_that_ctrl_c_interrupts_takes_no_later_item(items: list[str]) -> N
             take(own)
         own.put("later")
         assert own.get_batch(2)[-1] == "later", steps.place
+        own.close()
+        with pytest.raises(rpc.QueueClosed):  # no item may come back
+            own.get_nowait()
 
 
 class Item:

@@ -16,6 +16,7 @@ EVENTS = st.lists(
         st.tuples(st.just("take"), st.integers(1, 3)),  # the most items
         st.tuples(st.just("remove"), st.integers(0, 40)),
         st.tuples(st.just("give_back"), st.integers(0, 40)),
+        st.tuples(st.just("keep"), st.integers(0, 40)),
         st.tuples(st.just("close"), st.just(0)),
     ),
     max_size=60,
@@ -63,6 +64,17 @@ class Watched:
             self.returned |= bool(items)
             self.contents.give_back(items)
 
+    def keep(self, number: int) -> None:
+        """A taker has got its items, and it is known."""
+        if number < len(self.waiters) and self.waiters[number].most:
+            items, self.waiters[number].items = self.waiters[number].items, []
+            self.contents.note_taken(len(items))
+
+    @property
+    def lent(self) -> bool:
+        """Whether items may come back."""
+        return any(waiter.items for waiter in self.waiters if waiter.most)
+
     def close(self, _: int) -> None:
         self.contents.close()
 
@@ -72,6 +84,7 @@ class Watched:
         if waiter.error is not None:
             assert isinstance(waiter.error, QueueClosed)
             assert self.contents.closed
+            assert not (waiter.most and self.lent)
         elif waiter.most:
             assert 1 <= len(waiter.items) <= waiter.most
             self.taken += [item.value for item in waiter.items]
@@ -92,7 +105,7 @@ class Watched:
         putters = [waiter for waiter in self.waiting if not waiter.most]
         assert not (takers and left)
         assert not (putters and not left)
-        assert not (contents.closed and self.waiting)
+        assert not (contents.closed and (putters or (takers and not self.lent)))
         if putters:
             assert contents.full(putters[0].items[0].size)
 
@@ -115,3 +128,29 @@ def test_putters_do_not_pass_each_other() -> None:
     assert not contents.add(small)
     assert contents.add(Waiter(1))
     assert done == [large, small]
+
+
+def test_a_closed_queue_fails_its_takers_once_no_item_can_come_back() -> None:
+    contents, done = Contents(0, 0), list[Waiter]()
+    first, second, third = (Waiter(1, done=done.append) for _ in range(3))
+    contents.add(Waiter(items=[Item("item")]))
+    assert contents.add(first)
+    assert not contents.add(second)
+    assert not contents.add(third)
+    contents.close()
+    assert not done
+    contents.give_back(first.items)
+    assert done == [second]
+    assert second.result() == "item"
+    contents.note_taken(1)
+    assert done == [second, third]
+    assert isinstance(third.error, QueueClosed)
+
+
+def test_a_queue_that_is_closed_at_once_waits_for_no_item() -> None:
+    contents, waiting = Contents(0, 0), Waiter(1)
+    contents.add(Waiter(items=[Item("item")]))
+    assert contents.add(Waiter(1))
+    assert not contents.add(waiting)
+    contents.close(at_once=True)
+    assert isinstance(waiting.error, QueueClosed)

@@ -88,6 +88,7 @@ class Contents:
         self.items: deque[Item] = deque()
         self.nbytes = 0
         self.closed = False
+        self._lent = 0  # the items that were given, and may come back
         self._takers: deque[Waiter] = deque()
         self._putters: deque[Waiter] = deque()
 
@@ -124,13 +125,27 @@ class Contents:
         with self._lock:
             self.items.extendleft(reversed(items))
             self.nbytes += _size(items)
+            self._lent -= len(items)
             done = self._match()
         _tell(done)
 
-    def close(self) -> None:
-        """Takes no more items. Those that there are can be taken."""
+    def note_taken(self, count: int) -> None:
+        """Notes that some of the items that were given can't come back."""
+        with self._lock:
+            self._lent -= count
+            done = self._match()
+        _tell(done)
+
+    def close(self, at_once: bool = False) -> None:
+        """Takes no more items. Those that there are can be taken.
+
+        Args:
+            at_once: whether takers do not wait for items that might come back.
+        """
         with self._lock:
             self.closed = True
+            if at_once:
+                self._lent = 0
             done = self._match()
         _tell(done)
 
@@ -157,8 +172,8 @@ class Contents:
                 done.append(putter)
             else:
                 break
-        if self.closed:  # and no items are left, if there are takers
-            for line in (self._takers, self._putters):
+        if self.closed:  # and no items are left, if there are takers; but some may come back
+            for line in (self._putters,) if self._lent > 0 else (self._takers, self._putters):
                 for waiter in line:
                     waiter.error = _closed(waiter)
                 done += line
@@ -169,6 +184,7 @@ class Contents:
         count = min(taker.most, len(self.items))
         taker.items = [self.items.popleft() for _ in range(count)]
         self.nbytes -= _size(taker.items)
+        self._lent += count
         return taker
 
 

@@ -136,7 +136,8 @@ class Queue(Generic[T]):
 
         Raises:
             queue.Empty: there was none in time.
-            QueueClosed: the queue is closed and empty, or all workers have called ``shutdown``.
+            QueueClosed: the queue is closed and empty, and no item on its way can come back. Or
+                all workers have called ``shutdown``.
         """
         return _taker(1, timeout)  # type: ignore[no-any-return]
 
@@ -172,7 +173,8 @@ class Queue(Generic[T]):
     def close(self) -> None:
         """Takes no more items. Those that are there can be taken; then `get` raises.
 
-        Calls that wait in `put` raise, too. It may be called again.
+        While an item on its way to another call may come back, `get` waits. Calls that wait in
+        `put` raise, too. It may be called again.
         """
         self.contents.close()
 
@@ -199,16 +201,19 @@ class Queue(Generic[T]):
         try:
             if not self.contents.add(waiter):
                 self._wait_for(waiter, gate)
-            return waiter.result()
+            result = waiter.result()
+            with uninterrupted:
+                if waiter.most:
+                    self.contents.note_taken(len(waiter.items))
+                waiter.items = []  # the scope refers to the waiter
+            return result
         except BaseException:  # Ctrl-C
             with uninterrupted:
                 self.contents.remove(waiter)
                 if waiter.most:
                     self.contents.give_back(waiter.items)
-                    waiter.items = []
+                waiter.items = []
             raise
-        finally:
-            waiter.items = []  # the scope refers to the waiter
 
     def _wait_for(self, waiter: Waiter, gate: threading.Lock) -> None:
         """Waits until the gate is open, or the waiter has left."""

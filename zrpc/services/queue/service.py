@@ -10,7 +10,8 @@ the queue if the answer was not sent, if the call was cancelled or had timed out
 arrived, if the task was cancelled or the thread interrupted before it went on, or if the worker
 dies first. So no item is lost with a call that does not take it, and no item has two takers that
 live, unless one was paused until it counted as dead. If a connection breaks, and messages of the
-taker may be lost, what it was sent counts as taken.
+taker may be lost, what it was sent counts as taken. A closed queue fails calls that wait for items
+only once no item can come back.
 
 An item that can't be pickled, which only the owner itself can put, is lost: its taker gets the
 error. The others of its batch go back.
@@ -159,10 +160,12 @@ class QueueService(Service):
         lost = self.agent.membership.lost
         gone = request.sender in lost if sent else request.scope.cancelled
         if gone:
-            self._take_back(key)
+            self._settle(key, False)
         elif not sent:  # an item can't be pickled: its taker has the error
             self._sent.pop(key, None)
-            queue.contents.give_back([each for each in items if self._can_be_sent(request, each)])
+            back = [each for each in items if self._can_be_sent(request, each)]
+            queue.contents.give_back(back)
+            queue.contents.note_taken(len(items) - len(back))
 
     def _can_be_sent(self, request: Message, item: Item) -> bool:
         encoder = self.agent.codec.answer_encoder(request)
@@ -184,17 +187,17 @@ class QueueService(Service):
         self.agent.outbox.post(owner, Message(Kind.TAKEN, call_id, body=bytes([taken])))
 
     def _on_taken(self, message: Message) -> None:
-        key = message.sender, message.call_id
-        if bytes(message.body) == b"\0":
-            self._take_back(key)
-            return
-        _, items = self._sent.pop(key, (None, []))
-        self._taken.append(items)
+        self._settle((message.sender, message.call_id), bytes(message.body) != b"\0")
 
-    def _take_back(self, key: tuple[MemberId, int]) -> None:
-        """Puts the items of an answer back to the front of their queue, once."""
+    def _settle(self, key: tuple[MemberId, int], taken: bool) -> None:
+        """Notes, once, that the items of an answer are taken, or puts them back to the front."""
         queue, items = self._sent.pop(key, (None, []))
-        if queue is not None:
+        if queue is None:
+            return
+        if taken:
+            self._taken.append(items)
+            queue.contents.note_taken(len(items))
+        else:
             queue.contents.give_back(items)
 
     # -- events of the agent -------------------------------------------------------------
@@ -212,7 +215,7 @@ class QueueService(Service):
     @override
     def on_messages_lost(self, member: MemberId) -> None:
         for key in [key for key in list(self._sent) if key[0] == member]:
-            self._sent.pop(key, None)
+            self._settle(key, True)
 
     @override
     def awaited_members(self) -> Collection[MemberId]:
@@ -241,3 +244,4 @@ class QueueService(Service):
         self._sent.clear()
         for queue in list(self._queues):  # threads of this process may wait for one
             queue.close()
+            queue.contents.close(at_once=True)
