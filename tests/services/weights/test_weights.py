@@ -137,6 +137,18 @@ def test_a_second_live_publisher_is_refused(mesh: Mesh) -> None:
     assert Learner(mesh, 2).push() == 2  # newer than all before
 
 
+@pytest.mark.parametrize("worker", [1, 2])
+def test_a_publisher_that_was_dropped_gives_way_to_another(mesh: Mesh, worker: int) -> None:
+    """Until then, its last version can be loaded."""
+    learner = Learner(mesh, 1, versions=2)
+    del learner
+    rollout = Rollout(mesh, 0)
+    assert rollout.load() == 2
+    another = Learner(mesh, worker)
+    assert another.push() == 3
+    assert rollout.load(at_least=3) == 3
+
+
 def test_of_publishers_that_begin_at_once_one_succeeds(mesh: Mesh) -> None:
     def attempt() -> Any:
         try:

@@ -19,7 +19,9 @@ from zrpc.wire.page_locks import page_locks
 class Publisher:
     """Publishes versions of a model under a name; `zrpc.nn.publish` returns it.
 
-    Leaving a ``with`` block closes it. Any thread may call its methods; pushes take turns.
+    Leaving a ``with`` block closes it. If nothing refers to it any longer, its last version can
+    still be loaded, until another publisher takes the name. Any thread may call its methods; pushes
+    take turns.
 
     Attributes:
         name: the name.
@@ -77,6 +79,11 @@ class Publisher:
             self._model = None
         if not self._service.agent.closed:
             self._service.withdraw(self.name, self._id, self.version)
+
+    def __del__(self) -> None:
+        # Only notes it, as this may be in the midst of anything. One that was refused has no id.
+        if hasattr(self, "_id") and self._model is not None:
+            self._service.dropped.append((self.name, self._id, self.version))
 
     def __enter__(self) -> Self:
         return self

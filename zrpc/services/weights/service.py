@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from time import monotonic
@@ -53,6 +54,8 @@ class WeightsService(Service):
     Attributes:
         publications: who publishes what.
         subscribers: those of this worker.
+        dropped: what `withdraw` needs of each publisher that nothing refers to any longer.
+            Finalizers append to it, at any moment, so they do nothing else.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -63,6 +66,7 @@ class WeightsService(Service):
         self._published: dict[PublicationId, Versions] = {}
         self._copies: dict[PublicationId, HostCopy] = {}
         self.subscribers: weakref.WeakSet[_Holder] = weakref.WeakSet()
+        self.dropped: deque[tuple[str, PublicationId, int]] = deque()
         self._gates = Gates()  # of the threads that wait for a publication to begin
         self._numbers = itertools.count(1)
         self._hook: RemovableHandle | None = None
@@ -108,6 +112,8 @@ class WeightsService(Service):
         """Claims a name at a member; returns the highest earlier version that it knows of."""
         try:
             holder, bound = self._call(member, _claim, name, id)
+            while holder is not None and self._gives_way(holder, name):
+                holder, bound = self._call(member, _claim, name, id)
         except RpcError:
             if member in self.agent.membership.lost:
                 return 0
@@ -134,6 +140,21 @@ class WeightsService(Service):
             with self._lock:
                 self._published.pop(id, None)
             found.end()
+
+    def _gives_way(self, holder: MemberId, name: str) -> bool:
+        with contextlib.suppress(RpcError):  # it is lost
+            return bool(self._call(holder, _withdraw_dropped, name))
+        return False
+
+    def withdraw_dropped(self, name: str) -> bool:
+        """Ends a publication under a name if its publisher was dropped; returns whether it was."""
+        for each in list(self.dropped):
+            if each[0] == name:
+                self.withdraw(*each)
+                with contextlib.suppress(ValueError):  # another thread has done the same
+                    self.dropped.remove(each)
+                return True
+        return False
 
     def _watch_joins(self) -> None:
         """From now on, tells workers that join what is published; the others are told otherwise."""
@@ -403,6 +424,10 @@ def _learn(name: str, id: PublicationId, before: int, last: int | None = None) -
 
 def _end(name: str, id: PublicationId, last: int) -> None:
     _service().end(name, id, last)
+
+
+def _withdraw_dropped(name: str) -> bool:
+    return _service().withdraw_dropped(name)
 
 
 @async_execution
