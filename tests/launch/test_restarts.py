@@ -106,6 +106,12 @@ ELASTIC = """
     """
 
 
+def test_an_elastic_launch_says_what_is_needed_to_join_it(start: Start) -> None:
+    code, _, err = start("pass", elastic=True).finish()
+    assert code == 0
+    assert "to join it, set ZRPC_SECRET_FILE for both launches" in err
+
+
 def test_a_second_launch_adds_workers_to_an_elastic_mesh(start: Start, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("5ec7e7" * 12)

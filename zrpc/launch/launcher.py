@@ -144,12 +144,17 @@ class Job:
             raise ValueError("expected --listen or --join, but got both: a mesh has one address")
         if address := self.listen or self.join:
             parse_address(address)
-        env = {**os.environ, **self.env}
-        if self.join and not (env.get(SECRET) or env.get(SECRET_FILE)):
+        if self.join and not self.has_secret:
             raise ValueError(
                 f"workers that join a mesh need its secret: set {SECRET_FILE} for both launches; "
                 "`zrpc secret FILE` creates that file"
             )
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether the environment has the secret of the mesh, which other launches need as well."""
+        env = {**os.environ, **self.env}
+        return bool(env.get(SECRET) or env.get(SECRET_FILE))
 
     @property
     def keeps_store(self) -> bool:
@@ -261,7 +266,10 @@ class _Run:
                 return  # a signal came, which `watch` handles
             first = found
         if job.elastic and not job.join:
-            self._output.notice(f"zrpc launch: the mesh can be joined at {address}")
+            place = f"the mesh can be joined at {address}"
+            if not job.has_secret:
+                place = f"the mesh is at {address}; to join it, set {SECRET_FILE} for both launches"
+            self._output.notice(f"zrpc launch: {place}")
         # Workers of other launches must find the sockets of these.
         self._runtime_dir = None if job.elastic else self._starter.make_directory()
         self._environment = EnvironmentTemplate(

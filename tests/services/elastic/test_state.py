@@ -126,6 +126,7 @@ def test_workers_that_left_while_another_was_restarted(state: MembershipState) -
     # If all have left, they may meet in a new mesh.
     apply(state, gone(again), gone(record(0, 1)), join(record(1, 2, size=3)))
     assert state.left_during_restart(state.members[member_id_of(1, 2)]) == []
+    assert state.left() == [WorkerInfo("w0", 0)]
 
 
 def test_an_unreadable_entry_counts_as_an_event(state: MembershipState) -> None:

@@ -133,6 +133,11 @@ class _Admission:
         others = [r for r in list(self._state.members.values()) if r.member_id != own.member_id]
         come = [own, *others]  # also those that not all have read of yet
         missing = set(range(size or 0)).difference(record.rank for record in come)
+        if left := [info for info in self._state.left() if info.id in missing]:
+            return (
+                f"expected {size} workers within {timeout:g} s, but {left} have shut down and not "
+                "come back: if they have finished, there is no mesh left to join"
+            )
         if missing:
             return (
                 f"expected {size} workers within {timeout:g} s, but {describe_missing(missing)}; "

@@ -227,9 +227,12 @@ class MembershipState:
         """
         predecessor = member_id_of(record.rank, record.incarnation - 1)
         _, why = self.departed.get(predecessor, (record, None))
-        if why in (None, Reason.LEFT):
-            return []
-        last = [member_id_of(rank, self.starts[rank] - 1) for rank in self.missing]
+        return [] if why in (None, Reason.LEFT) else self.left()
+
+    def left(self) -> list[WorkerInfo]:
+        """Returns the missing workers of a mesh of a fixed size that have left it of late."""
+        ranks = [rank for rank in self.missing if self.starts[rank]]
+        last = [member_id_of(rank, self.starts[rank] - 1) for rank in ranks]
         found = [self.departed[member] for member in last if member in self.departed]
         return [record.info for record, why in found if why is Reason.LEFT]
 
