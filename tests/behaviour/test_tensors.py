@@ -64,6 +64,13 @@ def test_quantized(shared: Mesh) -> None:
             assert torch.equal(received.int_repr(), sent.int_repr())
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_quantized_embedding(shared: Mesh) -> None:
+    """Its weight has a scheme that torch can't copy."""
+    embedding, at = torch.ao.nn.quantized.Embedding(10, 12), torch.tensor([1, 9])
+    assert torch.equal(back(embedding)(at), embedding(at))
+
+
 # Those that keep their strides, and others; `tests/wire` draws many more.
 DENSE: list[Callable[[int], torch.Tensor]] = [
     lambda n: torch.randn(n, n).t(),

@@ -82,6 +82,16 @@ def test_what_asks_for_no_function_has_no_name() -> None:
     assert name_of(("append", (1,), {})) == "append"
 
 
+def test_a_script_function_has_its_own_name() -> None:
+    @torch.jit.script
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    request = Message(Kind.CALL)
+    request.scope = SimpleNamespace(function=double)
+    assert name_of((double, (), {})) == "double" == handler_name(request)
+
+
 def test_the_object_of_a_c_method_is_not_kept() -> None:
     class Items(dict[str, int]):
         """Has methods in C."""

@@ -79,7 +79,7 @@ def test_the_command_lists_names_and_places(write: Write, quick_commands: Comman
     ended = quick_commands("-m", "zrpc.cli", "run", "--check", "-m", "package")
     path = next(line for line in ended.stdout.splitlines() if line.endswith(":4")).strip()[:-2]
     assert ended.stdout == dedent(f"""\
-        torch.distributed.rpc.RemoteProfilerManager: NOT SUPPORTED; zrpc can't profile calls; `zrpc stacks` shows what workers do
+        torch.distributed.rpc.RemoteProfilerManager: NOT SUPPORTED; zrpc can't profile what callees do: a trace shows it, torch.profiler this worker's
             {path}:5
         torch.distributed.rpc.constants.UNSET_RPC_TIMEOUT: supported
             {path}:6

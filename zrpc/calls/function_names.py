@@ -9,6 +9,8 @@ import sys
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from torch.jit import ScriptFunction
+
 from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.wire.kind import Kind
 from zrpc.wire.message import Message
@@ -50,6 +52,8 @@ def name_of_function(function: Any) -> str:
     """Returns what to call a function, or another object that can be called."""
     if type(function) is BuiltinFunctionType:
         return _name_of_builtin(function)
+    if type(function) is ScriptFunction:  # its `__qualname__` is that of its class
+        return str(function.name)
     try:
         name = function.__qualname__
     except Exception as error:  # of an object that can be called
@@ -78,6 +82,8 @@ def handler_name(request: Message) -> str:
     function = request.scope.function
     if type(function) is MethodType:
         function = function.__func__
+    if type(function) is ScriptFunction:
+        return readable(str(function.name))
     try:
         # No `__getattr__` of a user's object: the I/O thread asks, and might have to wait in it.
         name = object.__getattribute__(function, "__qualname__")

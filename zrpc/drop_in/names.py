@@ -52,7 +52,7 @@ KEPT = set(_KEPT.split())
 
 # What to do instead, by a part of the name that isn't supported; the first that fits.
 _ADVICE = {
-    "rofil": "zrpc can't profile calls; `zrpc stacks` shows what workers do",
+    "rofil": "zrpc can't profile what callees do: a trace shows it, torch.profiler this worker's",
     "debug": "`zrpc stacks` shows what workers do and wait for",
     "backend": "zrpc has one back end; call init_rpc",
     "agent": "zrpc has one kind of agent; call init_rpc and shutdown",

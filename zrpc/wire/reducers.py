@@ -91,8 +91,11 @@ def _reduce_unusual(current: PackedMessage, tensor: torch.Tensor) -> tuple[Any, 
         return torch.nn.Parameter, (plain, requires_grad)
     if str(layout).startswith("torch.sparse"):
         return _rebuild_sparse, (layout, _sparse_parts(plain), requires_grad)
-    if tensor.is_quantized and not requires_grad:  # a copy, since torch sends all of the storage
-        reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain.clone(), _PROTOCOL)
+    if tensor.is_quantized and not requires_grad:
+        # A copy, since torch sends all of the storage; but torch can't copy those of embeddings.
+        if plain.qscheme() is not torch.per_channel_affine_float_qparams:
+            plain = plain.clone()
+        reduced: tuple[Any, ...] = torch.Tensor.__reduce_ex__(plain, _PROTOCOL)
         return reduced
     return None
 

@@ -425,7 +425,9 @@ class RRef(Generic[T]):
 
     def _check(self) -> None:
         """Raises if it is known that the value can't be had."""
-        if self._value is None and self._owner.member_id in self._service.agent.membership.lost:
+        agent = self._service.agent
+        lost = self._value is None and self._owner.member_id in agent.membership.lost
+        if lost and not agent.closed:  # else the call itself says that this worker has shut down
             self._orders().check(self)
         if self._failure is not None:
             raise error_of_creation(self._failure, self._order)
