@@ -329,6 +329,17 @@ def test_a_task_that_is_cancelled_before_it_goes_on_takes_no_item(items: Any) ->
     assert items.rpc_sync().empty()
 
 
+def test_an_await_outside_of_asyncio_leaves_the_future_as_it_was(items: Any) -> None:
+    taken = items.rpc_async().get()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        taken.__await__().send(None)
+    items.rpc_sync().put("item")
+    assert taken.wait() == "item"
+    items.rpc_sync().close()
+    with pytest.raises(rpc.QueueClosed):  # it does not wait for the item to come back
+        items.rpc_sync(timeout=SOON).get()
+
+
 def test_ctrl_c_just_before_an_item_comes_leaves_it_in_the_queue(items: Any, shared: Mesh) -> None:
     def interrupt() -> None:
         while not busy(shared):  # the thread that calls receives for some milliseconds

@@ -50,15 +50,13 @@ class AsyncioFuture(Generic[T]):
 
     @abstractmethod
     def _abandon(self) -> None:
-        """Cancels the call that the future stands for, if there is one."""
+        """Cancels the call that the future stands for, if there is one.
+
+        If that has failed at the same moment, a task has waited for its error.
+        """
 
     def __await__(self) -> Generator[Any, None, T]:
         if self._cancelled or self._is_complete():
-            return self.value()
-        taking = self._begin_taking()
-        if self._is_complete():  # since then
-            if taking is not None:
-                taking.end(True)
             return self.value()
         loop = asyncio.get_running_loop()
         arrived = loop.create_future()
@@ -71,6 +69,11 @@ class AsyncioFuture(Generic[T]):
             if not loop.is_closed():
                 loop.call_soon_threadsafe(arrive)
 
+        taking = self._begin_taking()
+        if self._is_complete():  # since then
+            if taking is not None:
+                taking.end(True)
+            return self.value()
         self.add_done_callback(on_done)
         try:
             yield from arrived

@@ -52,7 +52,7 @@ def name_of_function(function: Any) -> str:
     """Returns what to call a function, or another object that can be called."""
     if type(function) is BuiltinFunctionType:
         return _name_of_builtin(function)
-    if type(function) is ScriptFunction:  # its `__qualname__` is that of its class
+    if type(function) is ScriptFunction:  # all have the `__qualname__` of their class
         return str(function.name)
     try:
         name = function.__qualname__

@@ -10,7 +10,7 @@ from typing import Any
 from zrpc.runtime.forks import free_in_child
 from zrpc.runtime.interrupts import UninterruptedLock
 
-# Guards who waits. What is told is told without it.
+# Guards what all of them know; it is not held while one tells its answer.
 _lock = free_in_child(UninterruptedLock())
 
 
@@ -32,7 +32,7 @@ class Taking:
 
     @staticmethod
     def of(call: Any) -> Taking:
-        """Returns that of a call; makes it if there is none yet."""
+        """Returns the `Taking` of a call; makes it if there is none yet."""
         with _lock:
             taking: Taking = call.taking or Taking()
             call.taking = taking

@@ -243,5 +243,4 @@ class QueueService(Service):
         self._waiting.clear()
         self._sent.clear()
         for queue in list(self._queues):  # threads of this process may wait for one
-            queue.close()
             queue.contents.close(at_once=True)
