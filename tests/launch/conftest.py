@@ -162,7 +162,7 @@ WAITS = """
     {before}
     print("ready")
     while True:
-        time.sleep(1000)
+        time.sleep(0.1)  # a signal that comes just before it does not end it
 """
 
 
