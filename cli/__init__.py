@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import signal
 import sys
@@ -42,6 +43,14 @@ class _LazyGroup(click.Group):
             return super().invoke(ctx)
         except KeyboardInterrupt:  # also as a command is imported; click would exit with 1
             sys.exit(128 + signal.SIGINT)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **kwargs)
+        except OSError as error:  # click handles a pipe that nobody reads
+            if error.errno != errno.ENOSPC:
+                raise
+            sys.exit(f"Error: could not write: {error}")
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

@@ -49,6 +49,13 @@ def test_version_is_that_of_the_distribution() -> None:
     assert done.stdout == f"zrpc, version {version('torch-zrpc')}\n"
 
 
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([ZRPC, "--version"], stdout=full, stderr=subprocess.PIPE, text=True)
+    expected = "Error: could not write: [Errno 28] No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
 def test_help_imports_neither_torch_nor_zmq() -> None:
     code = """
 import sys

@@ -57,6 +57,26 @@ def test_many_join_at_once(elastic: Elastic) -> None:
         assert sorted(info.name for info in infos) == [f"w{i}" for i in range(8)]
 
 
+def test_one_that_leaves_at_once_does_not_keep_others_from_coming_in(elastic: Elastic) -> None:
+    elastic.world_size = 4
+    leaves = threading.Event()
+
+    def join(rank: int) -> Agent:
+        agent = elastic.join(f"w{rank}", rank, restarts=0)
+        if not leaves.is_set():  # the first that is in
+            leaves.set()
+            agent.close()
+        return agent
+
+    for _ in range(5):
+        elastic.store = dist.HashStore()
+        leaves.clear()
+        with ThreadPoolExecutor(4) as pool:
+            agents = list(pool.map(join, range(4)))
+        for agent in agents:
+            agent.close()
+
+
 def test_rank_0_is_kept_for_the_host_of_the_store(elastic: Elastic) -> None:
     """A worker without a rank may find the store before its host has its rank."""
     by_host = {"init_method": "tcp://127.0.0.1:29500"}

@@ -96,7 +96,8 @@ class _Admission:
             if self._all_have_read(log, self._state.joined_at(self._record.token)):
                 self._announced = log.append(MembershipEvent(Verb.IN, self._record.token))
                 self._pause = self._state.limits.pause_seconds[0]
-        elif self._record.member_id in self._state.admitted and not self._state.missing:
+        elif self._complete_at or self._is_complete():
+            # Those that come in first may leave again before this worker is in.
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
                 self._outcome.set_result(None)
@@ -109,6 +110,9 @@ class _Admission:
                     f"{left} have shut down and left it"
                 )
                 self.fail(RendezvousError(text))
+
+    def _is_complete(self) -> bool:
+        return self._record.member_id in self._state.admitted and not self._state.missing
 
     def _all_have_read(self, log: MembershipLog, position: int) -> bool:
         """Whether all other members that are not lost have read up to a position."""
