@@ -83,6 +83,24 @@ def test_the_others_call_rank_0_after_it_was_killed_and_started_again(start: Sta
     assert "rank 0 failed (SIGKILL" in err
 
 
+def test_one_that_is_restarted_when_the_others_have_finished_does_not_wait(start: Start) -> None:
+    """It has left the mesh itself, so the others might have come for another one."""
+    script = """
+        import os, select, zrpc
+        zrpc.init_rpc()
+        first = zrpc.rpc_sync("worker0", os.getpid)
+        ended = os.pidfd_open(first)
+        zrpc.shutdown()
+        if first != os.getpid():
+            select.select([ended], [], [])
+            raise SystemExit(3)
+        """
+    code, _, err = start(script, nprocs=2, max_restarts=1, preload=PRELOAD).finish()
+    assert code == 1
+    assert "rank 1 failed (exit code 3); starting it again" in err
+    assert "expected 2 workers, but rank 0 has ended with exit code 0" in err
+
+
 ELASTIC = """
     import os, sys, threading
     import zrpc as rpc

@@ -368,6 +368,25 @@ def test_a_worker_that_waits_for_half_of_256_asks_for_few_keys() -> None:
     assert waiting.keys_asked < 2 * 256
 
 
+@pytest.mark.parametrize(("rank", "ended"), [(0, "1"), (1, "0")])
+def test_a_worker_stops_waiting_for_others_that_have_ended(
+    connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, ended: str
+) -> None:
+    """It goes on to wait in a mesh of another size than the launcher's."""
+    monkeypatch.setenv("ZRPC_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("ZRPC_LAUNCHED", json.dumps({"RANK": str(rank), "WORLD_SIZE": "3"}))
+    with ThreadPoolExecutor(2) as pool:
+        waiting = pool.submit(meet, connect(), record(rank, 3), 60.0)
+        of_others = pool.submit(meet, dist.HashStore(), record(rank, 2), 1.0)
+        assert pending(waiting, 0.1)
+        (tmp_path / "launch-ended").write_text(f"{ended} 7")
+        error = f"expected 3 workers, but rank {ended} has ended with exit code 0"
+        with pytest.raises(RendezvousError, match=error):
+            waiting.result(SOON)
+        with pytest.raises(RendezvousError, match="within 1 s"):
+            of_others.result(SOON)
+
+
 def test_a_worker_stops_waiting_for_others_when_the_launcher_stops_all(
     connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

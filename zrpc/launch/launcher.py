@@ -35,6 +35,7 @@ from zrpc.launch.task import Task
 from zrpc.launch.terminal import Terminal, is_in_foreground, is_usable
 from zrpc.launch.terminal_input import Keyboard, open_keyboard
 from zrpc.launch.worker import (
+    ENDED_NOTE,
     SECRET,
     SECRET_FILE,
     STOP_NOTE,
@@ -342,7 +343,10 @@ class _Run:
                 continue
             worker.returncode = found.returncode
             self._keyboard.on_exit(found.pid)
-            if found.returncode != 0 and self._escalation is None:
+            if found.returncode == 0:
+                ended = [each.rank for each in self._workers.values() if each.returncode == 0]
+                self._note(ENDED_NOTE, " ".join(map(str, ended)))
+            elif self._escalation is None:
                 self._on_failure(worker)
 
     def _on_failure(self, worker: Worker) -> None:
@@ -420,13 +424,13 @@ class _Run:
                 ranks = [worker.rank for worker in alive]
                 raise LaunchError(f"{KILL_SECONDS:g} s after SIGKILL, ranks {ranks} still run")
             self._send(step.number, group=step.group)
-            self._note_stop()
+            self._note(STOP_NOTE, self._stop_reason)
 
-    def _note_stop(self) -> None:
-        """Notes the stop for workers that handle the signals, and wait to meet others in vain."""
+    def _note(self, name: str, text: str) -> None:
+        """Tells workers that handle the signals, or wait to meet others, that they wait in vain."""
         if self._runtime_dir is not None:
             with contextlib.suppress(OSError):  # a full disk must not keep them from being stopped
-                Path(self._runtime_dir, STOP_NOTE).write_text(self._stop_reason)
+                Path(self._runtime_dir, name).write_text(text)
 
     def report(self) -> None:
         """Shows the error output of the worker that failed first, below everything else."""

@@ -77,7 +77,9 @@ RESERVED = (
 )
 # Says which variables were set for this worker, as JSON; see zrpc.membership.launched.
 LAUNCHED = "ZRPC_LAUNCHED"
-STOP_NOTE = "launch-stops"  # a file in the private directory, read by zrpc.membership.launched
+# Files in the private directory, read by zrpc.membership.launched.
+STOP_NOTE = "launch-stops"
+ENDED_NOTE = "launch-ended"
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
 # Workers of two meshes would write the same files, and listen on the same ports.
 _OF_ONE_MESH = ("ZRPC_TRACE", "ZRPC_METRICS_PORT")

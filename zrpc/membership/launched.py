@@ -11,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from zrpc.errors import RendezvousError
+from zrpc.membership.missing_ranks import rank_ranges
 
 # Holds all variables that the launcher has set for a worker, as JSON.
 LAUNCHED = "ZRPC_LAUNCHED"
@@ -22,7 +23,9 @@ LAUNCHED = "ZRPC_LAUNCHED"
 _TORCHRUNS = "TORCHELASTIC_RUN_ID"
 _LOOPBACK = ("localhost", "127.0.0.1")
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
-_STOP_NOTE = "launch-stops"  # written there by zrpc.launch
+# Written there by zrpc.launch. A note is empty while it is being written.
+_STOP_NOTE = "launch-stops"
+_ENDED_NOTE = "launch-ended"
 # While this process itself has launched workers and waits to meet them.
 _own_directory = ""
 # What the processes that `zrpc.spawn` has started here were told of their mesh, while they run.
@@ -116,16 +119,38 @@ def stop_error() -> RendezvousError | None:
     For workers that still wait to meet the others: one that handles SIGTERM would otherwise wait
     for workers that have exited.
     """
-    directory = _own_directory or os.environ.get(_RUNTIME_DIRECTORY)
-    if not directory:
-        return None
-    try:
-        with open(os.path.join(directory, _STOP_NOTE)) as file:
-            reason = file.read()
-    except OSError:
-        return None
-    # It is empty while it is being written.
+    reason = _note(_STOP_NOTE)
     return RendezvousError(f"the launcher stops all workers: {reason}") if reason else None
+
+
+def ended_error(awaited: Iterable[int], rank: int, world_size: int) -> RendezvousError | None:
+    """Returns the error for ranks that can't come any more; None if all may.
+
+    The launcher doesn't start workers again that have ended with exit code 0.
+
+    Args:
+        awaited: the ranks that have not come.
+        rank: this worker's. If it is not the launcher's, the mesh is one of other processes.
+        world_size: as ``rank``.
+    """
+    ended = set(awaited).intersection(map(int, _note(_ENDED_NOTE).split()))
+    of_launch = launched()
+    if not ended or of_launch.made.get("RANK") != str(rank) or not of_launch.has_size(world_size):
+        return None
+    have = "ranks {} have" if len(ended) > 1 else "rank {} has"
+    return RendezvousError(
+        f"expected {world_size} workers, but {have.format(rank_ranges(ended))} ended with exit "
+        "code 0 and will not join this mesh: all ranks must call init_rpc equally often"
+    )
+
+
+def _note(name: str) -> str:
+    """Returns what the launcher has noted; empty if nothing."""
+    directory = _own_directory or os.environ.get(_RUNTIME_DIRECTORY)
+    if directory:
+        with contextlib.suppress(OSError), open(os.path.join(directory, name)) as file:
+            return file.read()
+    return ""
 
 
 def _host(name: str) -> str:

@@ -32,7 +32,7 @@ import contextlib
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,6 +40,7 @@ from torch.distributed import DistNetworkError, Store, TCPStore
 
 from zrpc.errors import AuthenticationError, OptionError, RendezvousError, RpcError
 from zrpc.membership.attendance import NOBODY, Arrival, Attendance, claimed_token
+from zrpc.membership.launched import ended_error
 from zrpc.membership.missing_ranks import describe_places
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.membership.secret import ClusterSecret
@@ -169,6 +170,9 @@ class _Worker:
         text = self._entries.get_or_set(key, json.dumps(finding), _MAX_ROSTER_BYTES)
         return str(_parsed(text)[0])
 
+    def _ended(self, awaited: Iterable[int]) -> RendezvousError | None:
+        return ended_error(awaited, self._record.rank, self._record.world_size)
+
     def _left(self, records: list[PeerRecord]) -> RendezvousError:
         infos = [record.info for record in records]
         return RendezvousError(
@@ -217,17 +221,22 @@ class _Leader(_Worker):
         """
         attendance, timing = self._attendance, self._timing
         pause = max(timing.look_seconds, timing.look_seconds_per_rank * self._record.world_size)
+        ended: RpcError | None = None
 
         def look() -> None:
+            nonlocal ended
             self._look_at_leader()
             attendance.look()
+            ended = self._ended(set(attendance.absent).difference(attendance.came))
 
         def done() -> bool:
-            return attendance.complete() or bool(attendance.refused)
+            return attendance.complete() or bool(attendance.refused or ended)
 
         complete = wait_for(done, self._deadline, look, pause)
         if attendance.refused:
             return attendance.mutual_refusal()
+        if ended is not None:
+            return ended
         if not complete:
             attendance.look()
             attendance.read(sorted(attendance.came))  # others may have taken their places since
@@ -292,15 +301,20 @@ class _Guest(_Worker):
 
     def _await_leader(self) -> str:
         """Waits for a leader that may be that of this mesh; returns its token."""
-        token = self._find_leader()
-        if not token:
+
+        def done() -> bool:
+            if token := self._find_leader():
+                found.append(token)
+            elif (error := self._ended([0])) is not None:
+                raise error
+            return bool(token)
+
+        found: list[str] = []
+        if not done():
             self._attend(NOBODY)
-            if not wait_for(
-                lambda: bool(self._find_leader()), self._deadline, longest_pause=self._pause
-            ):
+            if not wait_for(done, self._deadline, longest_pause=self._pause):
                 raise self._too_late()
-            token = self._find_leader()
-        return token
+        return found[0]
 
     def _find_leader(self) -> str:
         if not self._entries.check([_LEADER]):

@@ -27,7 +27,7 @@ from zrpc.agent.service import Service
 from zrpc.errors import AuthenticationError, RendezvousError, RpcError
 from zrpc.membership.endpoints import endpoint_of
 from zrpc.membership.failure_detector import Reason
-from zrpc.membership.launched import stop_error
+from zrpc.membership.launched import ended_error, stop_error
 from zrpc.membership.missing_ranks import describe_hosts, describe_missing
 from zrpc.membership.peer_record import PeerRecord
 from zrpc.services.elastic.log import MembershipLog
@@ -101,6 +101,8 @@ class _Admission:
             self._complete_at = self._complete_at or self._state.position
             if self._all_have_read(log, self._complete_at):
                 self._outcome.set_result(None)
+        elif (error := self._ended()) is not None:
+            self.fail(error)
         elif time.monotonic() > self._return_until:
             # The others may have finished before this worker came back.
             left = self._state.left_during_restart(self._record)
@@ -113,6 +115,10 @@ class _Admission:
 
     def _is_complete(self) -> bool:
         return self._record.member_id in self._state.admitted and not self._state.missing
+
+    def _ended(self) -> RendezvousError | None:
+        own = self._record
+        return ended_error(self._state.missing, own.rank, own.world_size)
 
     def _all_have_read(self, log: MembershipLog, position: int) -> bool:
         """Whether all other members that are not lost have read up to a position."""
