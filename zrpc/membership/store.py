@@ -218,8 +218,9 @@ def _failure(host: str, port: int, hosts: bool, timeout: float, found: str) -> R
     if "EADDRINUSE" not in found:
         return RendezvousError(
             f"expected to host the store of the workers at {host}:{port}, and to reach it "
-            f"there within {timeout:g} s, found that this worker does not{found}: MASTER_ADDR "
-            "must be an address of the host of rank 0, which no firewall keeps from itself"
+            f"there within {timeout:g} s, found that this process does not{found}: MASTER_ADDR, or "
+            "the launcher's --listen, must be an address of the host of the store (rank 0's, or "
+            "the launcher's), which no firewall keeps from itself"
         )
     return RendezvousError(
         f"expected to host the store of the workers at {host}:{port}, found that address in "
