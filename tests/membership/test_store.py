@@ -58,7 +58,7 @@ def test_a_store_of_each_kind(
     ("host", "advice"),
     [
         ("127.0.0.1", r"does not reach itself there .*unreachable\): its loopback interface must"),
-        ("192.0.2.1", r"this worker does not .*unreachable\): MASTER_ADDR must"),
+        ("192.0.2.1", r"this process does not .*unreachable\): MASTER_ADDR, or"),
     ],
     ids=["no loopback", "another address"],
 )
