@@ -413,3 +413,27 @@ def test_asyncio_gets_the_value_of_a_future_that_is_done_and_its_error(shared: M
         assert asyncio.run(main(ask)) == [7, 7, "a turn"]
     with contextlib.closing(asyncio.new_event_loop()) as loop:
         assert loop.run_until_complete(done) == 7
+
+
+def test_a_time_out_ends_the_gather_of_a_future_that_is_done(shared: Mesh, gate: Gate) -> None:
+    async def main() -> None:
+        for done in (rpc.rpc_async(1, echo, (7,)), rpc.rpc_async(rpc.group([0, 1]), echo, (7,))):
+            done.wait()
+            pending = rpc.rpc_async(1, gate.wait_inside)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.01):
+                    await asyncio.gather(done, pending)
+            assert pending.cancelled()
+
+    asyncio.run(main())
+    gate.open()
+
+
+def test_gather_ends_with_a_call_that_has_raised_stop_iteration(shared: Mesh) -> None:
+    async def main() -> None:
+        await asyncio.wait_for(asyncio.gather(stopped), SOON)
+
+    stopped = rpc.rpc_async(1, next, (iter(()),))
+    until(stopped.done)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(main())

@@ -42,6 +42,17 @@ def test_requests_are_dropped_that_come_while_the_worker_leaves(requests: Pendin
     assert not requests
 
 
+def test_what_a_handler_leaves_behind_has_no_deadline_once_it_has_answered(
+    requests: PendingRequests,
+) -> None:
+    answered, dropped = request(1, deadline=60.0), request(2, deadline=60.0)
+    scopes = [requests.accept(each) for each in (answered, dropped)]
+    requests.cancel(CALLER, 2)
+    for each in (answered, dropped):
+        requests.end(each)
+    assert [scope.remaining() is None for scope in scopes] == [True, False]
+
+
 def test_once_all_have_called_shutdown_a_thread_that_waits_for_none_of_its_calls_is_stopped(
     requests: PendingRequests,
 ) -> None:

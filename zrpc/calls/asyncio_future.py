@@ -119,6 +119,10 @@ class AsyncioFuture(Generic[T]):
         self._check_done()
         try:
             self.value()
+        except StopIteration as error:  # asyncio's futures refuse it
+            wrapped = RuntimeError("the call raised StopIteration")
+            wrapped.__cause__ = error
+            return wrapped
         except BaseException as error:
             return error
         return None

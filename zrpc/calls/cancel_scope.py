@@ -62,6 +62,7 @@ class CancelScope:
         mailbox: of the actor that it calls; None if it calls none.
         in_steps: whether the handler is a generator, which may run in one thread after another.
         rests: whether that generator holds no thread, until its items are read.
+        closes: whether an async generator is closed: nothing cancels what its ``finally`` awaits.
         early: the values of RRefs that were made in a constructor of an actor, perhaps to itself.
         batch: the request of the batch that runs for this call and others; else None. It has the
             caller and the number of the first of them.
@@ -85,6 +86,7 @@ class CancelScope:
     mailbox: Any = None
     in_steps = False
     rests = False
+    closes = False
     early: tuple[Any, ...] = ()
     batch: Any = None
     _children: set[PendingCall] | None = None
@@ -139,10 +141,15 @@ class CancelScope:
         if (task := self.task) is not None:
             # Before the children: else the coroutine would see their errors first.
             with contextlib.suppress(RuntimeError):  # its loop is closed
-                task.get_loop().call_soon_threadsafe(task.cancel)
+                task.get_loop().call_soon_threadsafe(self._cancel_task)
         for child in children:
             child.cancel()
         return False
+
+    def _cancel_task(self) -> None:
+        """Cancels the task, in its loop; not if its generator rests: that is closed instead."""
+        if (task := self.task) is not None and not (self.rests or self.closes):
+            task.cancel()
 
     def when_cancelled(self, leave: Callable[[], object]) -> None:
         """Calls ``leave()`` if the scope is cancelled, or has been; it may be called twice.

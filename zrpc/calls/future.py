@@ -199,7 +199,7 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             self._complete_here(call)
         return self._cancelled or super().done()
 
-    def cancel(self) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Cancels the call, here and on the callee.
 
         A handler that still waits for its turn never runs. An ``async def`` handler is cancelled.
@@ -210,6 +210,9 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
         from; the callback still runs, with the cancelled future, and its result is this future's
         value. If an asyncio task is cancelled while it awaits the future of a call, the call is
         cancelled as well.
+
+        Args:
+            msg: ignored; asyncio passes it.
 
         Returns:
             Whether it took effect; False if the future is done.

@@ -89,6 +89,9 @@ class PendingRequests:
         key = (request.sender, request.call_id)
         if self._requests.get(key) is request:  # not another one with the same id
             self._requests.pop(key, None)
+        scope: CancelScope | None = request.scope
+        if scope is not None and not scope.cancelled:
+            scope.deadline = NEVER  # for tasks that the handler has left behind
 
     def defer(self, request: Message) -> None:
         """Notes that a request's function has returned; its outcome comes later, or never."""

@@ -120,6 +120,26 @@ def test_a_stream_that_is_closed_before_its_generator_begins_never_runs_it(
     assert tap.made == 0
 
 
+def test_what_an_async_generator_awaits_as_it_is_closed_is_not_cancelled(caller: Mesh) -> None:
+    ends: list[type | None] = []
+
+    async def run() -> AsyncIterator[int]:
+        try:
+            while True:
+                yield 0
+        finally:
+            try:
+                await asyncio.sleep(0.001)
+            finally:
+                ends.append(sys.exc_info()[0])
+
+    for _ in range(50):
+        with zrpc.rpc_stream("worker1", here(run), prefetch=1) as stream:
+            next(stream)
+    until(lambda: len(ends) == 50)
+    assert set(ends) == {GeneratorExit}
+
+
 def test_a_step_that_runs_goes_on_before_the_generator_is_closed(caller: Mesh) -> None:
     gate, notes, calls = Gate(), [], []
 

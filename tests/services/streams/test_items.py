@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
@@ -138,6 +140,44 @@ def test_a_generator_that_never_rests_lets_other_handlers_run(caller: Mesh) -> N
     enough.set()
     reader.join(SOON)
     assert not reader.is_alive()
+
+
+def test_a_reader_that_never_waits_lets_other_tasks_of_its_loop_run(caller: Mesh) -> None:
+    async def main() -> int:
+        turns = 0
+
+        async def take_turns() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(take_turns())
+        await asyncio.sleep(0)
+        async for _ in stream:
+            time.sleep(0.001)  # what it does with an item
+        task.cancel()
+        return turns
+
+    tap = Tap(length=200)
+    stream = zrpc.rpc_stream("worker1", tap.run, prefetch=300)
+    next(stream)
+    tap.await_close()  # all items are there
+    assert asyncio.run(main()) > 3
+
+
+def test_a_task_may_poll_a_stream_now_and_then(caller: Mesh) -> None:
+    async def main() -> list[int]:
+        found: list[int] = []
+        while len(found) < 3:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0):
+                    found.append(await anext(stream))
+            await asyncio.sleep(0.03)  # the loop has many turns
+        return found
+
+    with zrpc.rpc_stream("worker1", count, args=(10,)) as stream:
+        assert asyncio.run(asyncio.wait_for(main(), SOON)) == [0, 1, 2]
 
 
 def test_several_threads_share_the_items(caller: Mesh) -> None:

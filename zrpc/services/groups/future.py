@@ -98,7 +98,7 @@ class GroupFuture(Future[list[T]]):
         return super().wait()
 
     @override
-    def cancel(self) -> bool:
+    def cancel(self, msg: object = None) -> bool:
         """Cancels the calls of all members that have not answered; see `zrpc.Future.cancel`."""
         cancelled = super().cancel()
         for part in self.parts:

@@ -287,6 +287,7 @@ class AsyncProducer(Producer):
                 await keep_device(self._steps(), self._request)
         except BaseException as error:  # SystemExit would end the loop
             failure = error
+        self._scope.closes = True
         try:
             await self._generator.aclose()
         except BaseException as error:

@@ -20,6 +20,9 @@ from zrpc.runtime.event_loop import running_loop
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.runtime.thread_pool import current_pool, pass_gate
 
+# How long a task may read before others of its event loop have a turn, or twice that.
+_TURN_SECONDS = 0.01
+
 
 class Source(ABC):
     """The items of one or of several generators. Any thread may call its methods.
@@ -39,6 +42,9 @@ class Source(ABC):
     """
 
     is_local = False
+    # When a task that reads without a pause lets others of its loop run.
+    turn_at = 0.0
+    _turn_is_due = False
 
     def __init__(self, agent: Agent, timeout: float) -> None:
         self._agent = agent
@@ -109,6 +115,21 @@ class Source(ABC):
                     self._wait(gate, self._time_left())
             finally:
                 self._forget_waker(gate.release)
+
+    async def give_turn(self) -> None:
+        """Lets the other tasks of this event loop run, if they have not since the last time.
+
+        The reader of a quick stream need never wait for an item. Call it at the time ``turn_at``.
+        """
+        self.turn_at = monotonic() + _TURN_SECONDS
+        if self._turn_is_due:
+            await asyncio.sleep(0)
+        else:
+            self._turn_is_due = True
+            asyncio.get_running_loop().call_soon(self._on_turn)
+
+    def _on_turn(self) -> None:
+        self._turn_is_due = False
 
     async def fill_async(self) -> None:
         """Waits until there are items, in a task of any event loop; raises what `fill` does.

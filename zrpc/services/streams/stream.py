@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from time import monotonic
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.errors import RpcError
@@ -79,12 +80,15 @@ class Stream(Generic[R]):
             self.close()
 
     async def __anext__(self) -> R:
+        source = self._source
+        if monotonic() > source.turn_at:
+            await source.give_turn()
         while True:
             try:
                 return self._take()
             except IndexError:
                 pass
-            await self._source.fill_async()
+            await source.fill_async()
 
     def __aiter__(self) -> AsyncIterator[R]:
         """Returns an iterator that closes the stream when it is dropped."""
