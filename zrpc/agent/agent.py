@@ -175,7 +175,7 @@ class Agent:
         )
         self.peers.use(self.dispatcher)
         self.dispatcher.register(Kind.CALL, self.callee.on_call)
-        self.dispatcher.register(Kind.CANCEL, self.callee.on_cancel)
+        self.dispatcher.register(Kind.CANCEL, self._on_cancel)
         self.dispatcher.register(Kind.RESULT, self.caller.on_answer)
         self.dispatcher.register(Kind.ERROR, self.caller.on_answer)
         self.dispatcher.register_extension(Tag.UNREAD, self.caller.unread.on_unread)
@@ -328,6 +328,12 @@ class Agent:
     def _on_unhandled(self, message: Message) -> None:
         services = (partial(service.on_unhandled, message) for service in self.services)
         self._each("the loss of a call or an answer", services)
+
+    def _on_cancel(self, message: Message) -> None:
+        self.callee.on_cancel(message)
+        ends = message.sender, message.call_id
+        services = (partial(service.on_cancelled, *ends) for service in self.services)
+        self._each("a cancellation", services)
 
     def on_answered(self, member: MemberId) -> None:
         """Tells the services that a member has answered a question; see `Service.on_answered`."""

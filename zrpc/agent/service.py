@@ -42,6 +42,11 @@ class ActorStats:
     calls: list[str]
 
 
+# The first question may have been asked before the member sent what is waited for. What was read
+# from a connection that broke may come behind what the next one brings, but not by two questions.
+LOST_AFTER_ANSWERS = 3
+
+
 class Service:
     """Plugs into an agent. Override what is needed: here each method does nothing.
 
@@ -100,6 +105,9 @@ class Service:
     def on_member_lost(self, member: MemberId) -> None:
         """Drops what belongs to a member that is lost, and fails what waits for it."""
 
+    def on_cancelled(self, member: MemberId, call_id: int) -> None:
+        """Notes that a member does not wait for the answer to a call, and never takes it."""
+
     def on_messages_lost(self, member: MemberId) -> None:
         """Fails what waits for messages of a member, since some of them are lost.
 
@@ -115,7 +123,7 @@ class Service:
     def on_answered(self, member: MemberId) -> None:
         """Notes that all has come, or is lost, that a member had sent before it was asked.
 
-        Some of what was read from a connection that broke may still come, before the next time.
+        What a service waits for is lost after `LOST_AFTER_ANSWERS` of them.
         """
 
     def awaited_members(self) -> Collection[MemberId]:

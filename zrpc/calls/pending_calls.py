@@ -326,10 +326,10 @@ class PendingCalls:
         """Settles a call whose deadline has passed."""
         error = self._timed_out(call)
         with uninterrupted:
-            self.settle(call.call_id, error)
+            settled = self.settle(call.call_id, error) is not None
             # The callee's clock for the call has begun later. A call that waits for its turn must
             # not begin in between.
-            if call.order is not None:
+            if settled and call.order is not None:
                 self._tell_cancelled(call)
 
     def expire_unsent(self, call: PendingCall) -> None:

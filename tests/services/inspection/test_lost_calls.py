@@ -190,3 +190,45 @@ def test_a_service_is_notified_whose_messages_are_lost(caller: Mesh, size: int) 
     received = sum(receiver.dispatcher.received_from(MemberId(0), way) for way in (0, 1))
     assert received == sender.network.sent([1])
     receiver.services.remove(probe)
+
+
+@zrpc.actor
+class Counter:
+    def __init__(self) -> None:
+        self.total = 0
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+
+def test_a_lost_call_of_an_actor_holds_up_those_behind_it_only_until_it_is_found(
+    caller: Mesh,
+) -> None:
+    counter = zrpc.remote(1, Counter)
+    assert counter.rpc_sync().add(1) == 1
+    with unasked(caller), faults.drop(caller, 0, 1) as fault:
+        lost = counter.rpc_async().add(10)
+        until(lambda: fault.happened == 1)
+    with pytest.raises(zrpc.RpcError, match="is lost"):
+        lost.wait()
+    assert [counter.rpc_sync().add(1) for _ in range(2)] == [2, 3]
+
+
+@pytest.mark.parametrize("error", ["is lost", "RPC ran for more than"])
+def test_an_item_goes_back_to_its_queue_if_the_answer_with_it_is_lost(
+    caller: Mesh, error: str
+) -> None:
+    queue = zrpc.remote(1, zrpc.Queue)
+    queue.rpc_sync().put("item")
+    with unasked(caller), faults.drop(caller, 1, 0) as fault:
+        taking = queue.rpc_async(timeout=0 if error == "is lost" else 1).get()
+        until(lambda: fault.happened == 1)
+        if error != "is lost":
+            until(taking.done)
+    with pytest.raises(zrpc.RpcError, match=error):
+        taking.wait()
+    assert queue.rpc_sync().get() == "item"
+    queue.rpc_sync().close()
+    with pytest.raises(zrpc.QueueClosed):
+        queue.rpc_sync().get()

@@ -14,8 +14,8 @@ nothing lies between the two at which another thread could overtake. A number wh
 sent after all (the call was cancelled in that moment, or there was no memory) is reported by the
 caller, and ``skip`` counts it as passed. If the owner has read only the head of a message in
 chunks, it tells the caller so, which then does the same. A number whose message is lost with a
-connection is found missing when both sides compare their counts: ``on_messages_lost``. If such a
-message arrives after all, its call is out of order.
+connection never comes, although those behind it have: so the caller's answers to questions say,
+``on_answered``. If such a message arrives after all, its call is out of order.
 
 A series lasts as long as the caller has an RRef to the actor, and each call keeps one until it has
 an outcome. So when the next series begins, no call of the one before is waited for any longer. What
@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from zrpc.agent.service import LOST_AFTER_ANSWERS
 from zrpc.calls.cancel_scope import CancelScope
 from zrpc.wire.message import Message
 
@@ -76,10 +77,12 @@ class _Order:
     Attributes:
         next: the number of the next one.
         held: the calls that came too early, by number; None for a number that has passed.
+        answers: how many questions the worker has answered since it was waited for the next one.
     """
 
     series: int
     next: int = 0
+    answers: int = 0
     held: dict[int, _Entry | None] = field(default_factory=dict)
 
     def calls(self) -> list[_Entry]:
@@ -215,14 +218,16 @@ class Mailbox:
             self._pass(sender, turn, None, steps)
         return steps
 
-    def on_messages_lost(self, sender: int) -> Sequence[Call]:
-        """Notes that what is missing of a worker's messages never comes."""
+    def on_answered(self, sender: int) -> Sequence[Call]:
+        """Notes that all has come, or is lost, that a worker had sent before it was asked."""
         steps: list[Call] = []
         with self._lock:
             order = self._orders.get(sender)
             if order is not None and order.held:
-                order.next = min(order.held)
-                self._release(order, steps)
+                order.answers += 1
+                if order.answers >= LOST_AFTER_ANSWERS:
+                    order.next = min(order.held)
+                    self._release(order, steps)
         return steps
 
     def forget(self, sender: int) -> Sequence[Call]:
@@ -342,6 +347,7 @@ class Mailbox:
         while order.next in order.held:
             entry = order.held.pop(order.next)
             order.next += 1
+            order.answers = 0
             if entry is not None:
                 self._main.waiting.append(entry)
         self._go_on(self._main, steps)

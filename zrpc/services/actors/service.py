@@ -96,9 +96,9 @@ class ActorService(Service):
             mailbox.do(mailbox.forget(member))
 
     @override
-    def on_messages_lost(self, member: MemberId) -> None:
-        for mailbox in self._rrefs.mailboxes():
-            mailbox.do(mailbox.on_messages_lost(member))
+    def on_answered(self, member: MemberId) -> None:
+        for mailbox in list(self._rrefs.busy):
+            mailbox.do(mailbox.on_answered(member))
 
     @override
     def awaited_members(self) -> Collection[MemberId]:

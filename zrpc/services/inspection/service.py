@@ -153,7 +153,8 @@ class InspectionService(Service):
                 )
                 logger.error("%s: %s", self.agent.worker_info, text)
                 self.agent.dispatcher.lost += 1
-                calls.settle(call_id, RpcError(text))
+                if (call := calls.settle(call_id, RpcError(text))) is not None:
+                    self.agent.callees.tell_cancelled(call)  # it may keep what was in the answer
         self.agent.on_answered(message.sender)
 
     # -- what it is asked ----------------------------------------------------------------

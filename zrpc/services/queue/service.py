@@ -6,8 +6,8 @@ A call that has to wait counts as one whose function has returned a future: it t
 waited for the answer, and has it now. The receipt is sent before any other thread of the receiver
 can have the items, but for a moment; if a task of asyncio awaits them, or a thread waits for the
 call, when it has gone on. Until it comes, the owner keeps the items. They go back to the front of
-the queue if the answer was not sent, if the call was cancelled or had timed out when the answer
-arrived, if the task was cancelled or the thread interrupted before it went on, or if the worker
+the queue if the answer was not sent or is lost, if the call was cancelled or had timed out before
+it arrived, if the task was cancelled or the thread interrupted before it went on, or if the worker
 dies first. So no item is lost with a call that does not take it, and no item has two takers that
 live, unless one was paused until it counted as dead. If a connection breaks, and messages of the
 taker may be lost, what it was sent counts as taken. A closed queue fails calls that wait for items
@@ -211,6 +211,11 @@ class QueueService(Service):
                 back.setdefault(queue, []).extend(items)
         for queue, items in back.items():
             queue.contents.give_back(items)
+
+    @override
+    def on_cancelled(self, member: MemberId, call_id: int) -> None:
+        # The answer may be lost. If it isn't, it comes too late, and the receipt says the same.
+        self._settle((member, call_id), False)
 
     @override
     def on_messages_lost(self, member: MemberId) -> None:

@@ -62,6 +62,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from heapq import nlargest
 
+from zrpc.agent.service import LOST_AFTER_ANSWERS
 from zrpc.services.rref.messages import NO_FORK, Fork, ForkId, ReferenceMessage, RRefId, Verb
 from zrpc.services.rref.records import ASKED, Absent, Held, Link, Owned
 from zrpc.wire.member_id import MemberId
@@ -72,11 +73,6 @@ Handler = tuple[Message, Callable[[], None]]
 
 # A user remembers this many ended forks, in case the message with one of them comes again.
 _ENDED_REMEMBERED = 64
-
-# A fork that has not come is lost after this many answers of its giver. The first question may have
-# been asked before the giver sent its own. What was read from a connection that broke may come
-# behind what the next one brings, but not by two questions.
-_ANSWERS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -400,7 +396,7 @@ class References:
         lost = False
         for fork_id, absent in list(self._absent.items()):
             absent.answers += absent.giver == member
-            if absent.giver != member or absent.answers < _ANSWERS:
+            if absent.giver != member or absent.answers < LOST_AFTER_ANSWERS:
                 continue
             if not self._knows(fork_id):
                 verb = Verb.DELETE if absent.parent_id == NO_FORK else Verb.ADDED
