@@ -185,6 +185,23 @@ def test_wrap_hook_registration(leaf: Any) -> None:
     assert seen == [nothing, nothing]
 
 
+def test_wrap_engine(leaf: Any) -> None:
+    seen = []
+    before = torch.autograd.graph._engine_run_backward
+
+    def noting(run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda roots, *args, **more: (seen.append(args[3]), run(roots, *args, **more))[1]
+
+    torch_internals.wrap_engine(noting)
+    try:
+        (leaf * 2).sum().backward()
+        (leaf * 2).sum().backward(inputs=[leaf])
+        torch.autograd.grad((leaf * 2).sum(), leaf)
+    finally:
+        torch_internals.wrap_engine(lambda _: before)
+    assert list(map(tuple, seen)) == [(), (leaf,), (leaf,)]
+
+
 def test_any_hook_before(leaf: Any) -> None:
     before = RemovableHandle.next_id
     leaf.register_hook(nothing)

@@ -114,7 +114,8 @@ def each(values: Iterable[Any]) -> Any:
 def share(items: Iterable[Any]) -> Any:
     """Marks an argument of a group's call: each item goes to a member that is free.
 
-    There is one result for each item, in their order. Each member has one item at a time.
+    There is one result for each item, in their order. Each member has one item at a time. An item
+    is copied when a member gets it: don't change its tensors before the call is done.
 
     Args:
         items: the items; there may be more than members, or fewer.

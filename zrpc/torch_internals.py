@@ -133,6 +133,17 @@ def wrap_hook_registration(wrap: Callable[[Callable[..., Any]], Callable[..., An
     function._register_hook = staticmethod(wrap(function._register_hook))
 
 
+def wrap_engine(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps the function with which ``torch.autograd.backward`` and ``grad`` run the engine.
+
+    It gets the roots, and at the fourth place after them the inputs, if only their gradients are
+    asked for. `run_backward` stays as it is.
+    """
+    wrapped: Any = wrap(torch.autograd.graph._engine_run_backward)
+    for module in (torch.autograd.graph, torch.autograd):
+        module._engine_run_backward = wrapped  # type: ignore[attr-defined]
+
+
 def any_hook_before() -> bool:
     """Returns whether this process has made a hook of any kind yet."""
     return RemovableHandle.next_id > 0

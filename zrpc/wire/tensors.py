@@ -249,7 +249,7 @@ class TensorWriter:
                 number = self.add(span_of(base, [tensor for _, tensor, _ in family]))
                 indices.append(number)
             self._relations.extend(
-                Relation(index, number, is_changeable(tensor, base))
+                Relation(index, number, is_changeable(tensor))
                 for index, tensor, _ in family
                 if index != number
             )

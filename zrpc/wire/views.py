@@ -11,13 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._autograd import CreationMeta, _set_creation_meta
-from torch.autograd.function import BackwardCFunction
+from torch._C._autograd import CreationMeta, _get_creation_meta, _set_creation_meta
 
 from zrpc.wire.memory import begin_of, end_of
-
-# A view has few nodes. Above this number the walk has missed its base.
-_MAX_NODES = 64
 
 
 class Relation(NamedTuple):
@@ -56,16 +52,9 @@ def span_of(base: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor
     return base.as_strided((end - first,), (1,), first)
 
 
-def is_changeable(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Returns whether only operators of torch lead from ``base`` to its view."""
-    node, end = view.grad_fn, base.grad_fn
-    for _ in range(_MAX_NODES):
-        if node is None or node is end:
-            return True
-        if isinstance(node, BackwardCFunction) or not node.next_functions:
-            return not isinstance(node, BackwardCFunction)
-        node = node.next_functions[0][0]
-    return False
+def is_changeable(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is no view that a custom Function has returned."""
+    return not tensor._is_view() or _get_creation_meta(tensor) != CreationMeta.IN_CUSTOM_FUNCTION
 
 
 def relate(tensors: list[torch.Tensor], relations: Sequence[Relation]) -> None:
@@ -109,6 +98,7 @@ class _View(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor, bases: list[torch.Tensor]) -> torch.Tensor:
         """Returns the view."""
+        ctx.materialize_grads = False
         return _restored(bases[0], received)
 
     @staticmethod

@@ -254,6 +254,14 @@ def test_a_context_that_begins_in_inference_mode(caller: Mesh) -> None:
         block.__exit__(None, None, None)
 
 
+def test_a_pass_in_inference_mode(caller: Mesh) -> None:
+    with dist_autograd.context() as context_id:
+        loss = round_trip()
+        with torch.inference_mode():
+            dist_autograd.backward(context_id, [loss])
+        check(gradients(caller, context_id))
+
+
 def test_tensors_of_one_message_can_have_passes_of_their_own(caller: Mesh) -> None:
     """The branches of the others are neither run nor freed."""
     leaves = [torch.full((2,), 1.0 + i, requires_grad=True) for i in range(4)]

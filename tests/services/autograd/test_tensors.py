@@ -123,6 +123,18 @@ class Reversed(torch.autograd.Function):
         return -gradient
 
 
+class Blocked(torch.autograd.Function):
+    """Has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        return None
+
+
 def unnamed(x: Any) -> Any:
     """Two views that overlap; what they are views of is not in the message."""
     y = x.sin()
@@ -183,6 +195,10 @@ def change_nothing(a: Any, b: Any) -> Any:
     return ((a * a).sum().abs() + (b.sin() * b).sum().abs()) * W[1][0, 0]
 
 
+def pair(a: Any, b: Any) -> Any:
+    return a, b
+
+
 CHANGES = [change_first, change_second, change_both, change_without_grad, change_nothing]
 
 
@@ -204,13 +220,14 @@ def local(model: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize("maker", MAKERS)
 def test_changes_have_the_gradients_of_local_ones(mesh: Mesh, maker: str) -> None:
-    """Of the arguments of a call, and of its results."""
+    """Of the arguments of a call, and of its results; also of those that have travelled before."""
     make = MAKERS[maker]
     for change in CHANGES:
         expected = outcome(local, lambda change=change: change(*make(SQUARE)))
         models = (
             lambda change=change: zrpc.rpc_sync("worker1", here(change), make(SQUARE)),
             lambda change=change: change(*zrpc.rpc_sync("worker1", here(make), (SQUARE,))),
+            lambda change=change: change(*zrpc.rpc_sync("worker1", here(pair), make(SQUARE))),
         )
         for model in models:
             found = outcome(partial(train, mesh), model)
@@ -248,6 +265,17 @@ def test_a_view_of_a_custom_function_has_the_gradient_of_that_function(mesh: Mes
     found = train(mesh, partial(model, change_nothing))
     expected = local(lambda: change_nothing(*make(SQUARE)))
     torch.testing.assert_close(found[SQUARE], expected[SQUARE])
+
+
+def test_a_view_without_a_gradient_gives_none_to_its_leaf(mesh: Mesh) -> None:
+    def block(y: Any, view: Any) -> Any:
+        return Blocked.apply(view).sum()
+
+    def model() -> Any:
+        y = SQUARE.sin()
+        return zrpc.rpc_sync("worker1", here(block), (y, y[1]))
+
+    assert SQUARE not in train(mesh, model)
 
 
 def test_a_detached_alias_that_is_changed_fails_what_needs_its_value(mesh: Mesh) -> None:

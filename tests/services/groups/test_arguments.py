@@ -68,9 +68,13 @@ def test_named_tuples_are_structures_and_other_sequences_are_divided() -> None:
 
 
 def test_what_has_no_parts_is_refused() -> None:
-    for value in (5, "text", b"bytes", None, object()):
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(1)])
+    for value in (5, "text", b"bytes", None, object(), packed):
         with pytest.raises(TypeError, match="expected a tensor, a sequence, or a structure"):
             parts(value, 2)
+    for tensor in (torch.eye(3).to_sparse(), torch.nested.nested_tensor([torch.ones(2)])):
+        with pytest.raises(TypeError, match="expected a dense tensor to split"):
+            parts(tensor, 2)
 
 
 def test_a_dimension_that_is_missing_is_refused() -> None:
@@ -78,6 +82,8 @@ def test_a_dimension_that_is_missing_is_refused() -> None:
         parts(torch.arange(4), 2, dim=1)
     with pytest.raises(ValueError, match=r"dimension 0 to split, found one of shape \(\)"):
         parts({"a": torch.arange(4), "b": torch.tensor(1)}, 2)
+    with pytest.raises(ValueError, match=r"dimension 0 to split, found one of shape \(\)"):
+        parts({"a": torch.arange(4), "b": torch.tensor(1).numpy()}, 2)
     with pytest.raises(ValueError, match="expected a tensor to split along dimension 1"):
         parts([1, 2], 2, dim=1)
 

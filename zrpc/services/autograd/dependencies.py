@@ -107,6 +107,12 @@ class Tracer:
                 found.append(self._sets[node])
         return found
 
+    def bit_of(self, leaf: Any) -> int:
+        """Returns the set of an AccumulateGrad node alone; 0 if it was not found yet."""
+        with self._lock:
+            bit = self._bits.get(leaf)
+        return 0 if bit is None else 1 << bit
+
     def forget(self) -> None:
         """Drops the nodes, which a pass may free; a later walk goes over them again."""
         with self._lock:

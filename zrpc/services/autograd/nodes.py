@@ -117,18 +117,23 @@ running: EngineLocal[Run] = EngineLocal("zrpc_autograd_run")
 def _current_run() -> Run:
     run = running.get()
     if run is None:
-        raise RpcError(
-            "expected zrpc.autograd.backward(context_id, roots), found torch's own backward: "
-            "tensors that came from another worker within a context have gradients there"
-        )
+        raise torch_pass_error("torch's own backward")
     return run
+
+
+def torch_pass_error(found: str) -> RpcError:
+    """Returns the error of a pass of torch's own, which stops at what other workers have sent."""
+    return RpcError(
+        f"expected zrpc.autograd.backward(context_id, roots), found {found}: tensors that came "
+        "from another worker within a context have gradients there"
+    )
 
 
 def recorded(apply: Callable[..., T], *args: Any) -> T:
     """Calls ``apply(*args)`` with grad enabled; almost always it is already."""
     if torch.is_grad_enabled():
         return apply(*args)
-    with torch.enable_grad():
+    with torch.inference_mode(False), torch.enable_grad():
         return apply(*args)
 
 

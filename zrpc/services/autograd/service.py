@@ -18,14 +18,14 @@ them before all others, and its last ones with its answer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from typing_extensions import override
 
 from zrpc.agent.agent import Agent
-from zrpc.agent.current import current_agent
+from zrpc.agent.current import current_agent, find_agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.execution import RequestJob
 from zrpc.calls.message_hooks import MessageHooks
@@ -34,7 +34,7 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.autograd import engine
 from zrpc.services.autograd.contexts import Contexts, checked_id, pass_fields
 from zrpc.services.autograd.message_hooks import Crossing
-from zrpc.services.autograd.nodes import running
+from zrpc.services.autograd.nodes import running, torch_pass_error
 from zrpc.services.autograd.part import (
     Initiator,
     Part,
@@ -43,7 +43,9 @@ from zrpc.services.autograd.part import (
     worker_died,
 )
 from zrpc.services.autograd.state import ContextState
+from zrpc.services.autograd.torch_passes import is_incomplete
 from zrpc.services.rref.extended import BackwardOfValue
+from zrpc.torch_internals import wrap_engine
 from zrpc.wire.exceptions import load_exception
 from zrpc.wire.kind import Kind, Tag
 from zrpc.wire.member_id import MemberId
@@ -233,3 +235,22 @@ def context_of_hook() -> int | None:
     """Returns the context of the pass whose hook this thread runs, if it runs one."""
     run = running.get()
     return None if run is None else run.context_id
+
+
+def _checking_inputs(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets passes of torch's own for some inputs fail if they would leave out gradients."""
+
+    def wrapper(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3]
+        if inputs and (agent := find_agent()) is not None:
+            own = agent.membership.own_id
+            services = [each for each in agent.services if isinstance(each, AutogradService)]
+            for state in [state for service in services for state in service.contexts.states()]:
+                if state.sends and state.receives and is_incomplete(state, own, roots, inputs):
+                    raise torch_pass_error("torch.autograd.grad or backward(inputs=...)")
+        return run(roots, *args, **kwargs)
+
+    return wrapper
+
+
+wrap_engine(_checking_inputs)

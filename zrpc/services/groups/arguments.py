@@ -9,6 +9,7 @@ from itertools import islice, pairwise
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from typing_extensions import override
 
@@ -59,13 +60,19 @@ class Split(PerMember):
         return [tree_unflatten(list(each), structure) for each in columns]
 
     def _parts(self, value: Any, count: int) -> Sequence[Any]:
-        if isinstance(value, torch.Tensor):
-            if not -value.dim() <= self._dim < value.dim():
+        if isinstance(value, torch.Tensor) or getattr(value, "ndim", 1) == 0:
+            if not -value.ndim <= self._dim < value.ndim:
                 raise ValueError(
                     f"expected tensors with a dimension {self._dim} to split, found one of shape "
                     f"{tuple(value.shape)}: pass it without split() if all members need it"
                 )
-            return torch.tensor_split(value, count, self._dim)
+            try:
+                return torch.tensor_split(value, count, self._dim)
+            except RuntimeError as error:  # it is sparse, or nested
+                raise TypeError(
+                    f"expected a dense tensor to split, found one of layout {value.layout} that "
+                    "torch can't split: split it yourself, and pass the parts by each()"
+                ) from error
         if not _has_parts(value):
             raise TypeError(
                 "expected a tensor, a sequence, or a structure of these to split, found one of "
@@ -113,7 +120,7 @@ class Share:
 
 def _has_parts(value: Any) -> bool:
     """Whether a value is a tensor, or a sequence (or an array) that has slices."""
-    if isinstance(value, str | bytes | bytearray | dict):
+    if isinstance(value, str | bytes | bytearray | dict | PackedSequence):
         return False
     return isinstance(value, torch.Tensor | Sized) and hasattr(value, "__getitem__")
 
@@ -123,7 +130,9 @@ def _is_leaf(value: object) -> bool:
     if isinstance(value, tuple) and not hasattr(value, "_fields"):
         return not any(isinstance(each, torch.Tensor | dict) for each in tree_leaves(value))
     leaves = tree_leaves(value, is_leaf=lambda each: each is not value)
-    return isinstance(value, list | deque) or (len(leaves) == 1 and leaves[0] is value)
+    return isinstance(value, list | deque | PackedSequence) or (
+        len(leaves) == 1 and leaves[0] is value
+    )
 
 
 def _reduce(argument: Any) -> Any:
