@@ -143,7 +143,7 @@ def _reference() -> str:
 
 def _members(value: Any) -> Iterator[str]:
     for member in vars(value):
-        method = getattr(value, member)
+        method = getattr(value, member, None)  # an option has a value only in an instance
         text = _first_sentence(method)
         if member.startswith("_") or f"{value.__name__}.{member}" in _INTERNAL:
             continue

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, SupportsIndex
+from typing import Any, Generic, SupportsIndex, TypeVar
 
 import torch
 
@@ -38,6 +38,88 @@ _PORTS = re.compile(r"(\d{1,5})(?:\s*-\s*(\d{1,5}))?", re.ASCII)
 _LAST_PORT = 65535
 
 _Device = int | str | torch.device
+_Given = TypeVar("_Given")
+_Kept = TypeVar("_Kept")
+
+
+def checked_timeout(name: str, seconds: Any) -> float:
+    """Returns a number of seconds or a ``timedelta`` as a float, `LONGEST_TIMEOUT` at most.
+
+    Raises:
+        OptionError: it is negative, infinite or not a number.
+        TypeError: it has another type, such as None or a string.
+    """
+    try:
+        if 0 <= seconds < float("inf"):
+            return min(float(seconds), LONGEST_TIMEOUT)
+    except TypeError:
+        if isinstance(seconds, timedelta):
+            return checked_timeout(name, seconds.total_seconds())
+        raise _wrong_type(name, "a number of seconds, 0 for no limit", seconds) from None
+    raise OptionError(
+        f"RPC Timeout must be non-negative: {name} must be a finite number of seconds, or 0 for "
+        f"no limit, but got {seconds}"
+    )
+
+
+def _wrong_type(name: str, expected: str, value: object) -> TypeError:
+    return TypeError(f"{name} must be {expected}, but got {value!r} of type {type(value).__name__}")
+
+
+def _checked_url(name: str, url: str) -> str:
+    if not isinstance(url, str):
+        expected = "a URL as a str: 'env://' (the default), 'tcp://host:port' or 'file:///path'"
+        raise _wrong_type(name, expected, url)
+    return url
+
+
+def _checked_bytes(name: str, number: int) -> int:
+    try:
+        if 0 <= number < float("inf"):
+            return int(number)
+    except TypeError:
+        raise _wrong_type(name, "a number of bytes, 0 or more", number) from None
+    raise OptionError(f"{name} must be a number of bytes, 0 or more, but got {number}")
+
+
+def _checked_memory(name: str, number: int | None) -> int:
+    """Returns a number of bytes; an eighth of the machine's memory for None."""
+    if number is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
+    return _checked_bytes(name, number)
+
+
+def _checked_mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    if not isinstance(value, Mapping):
+        raise _wrong_type(name, "a mapping, such as a dict", value)
+    return value
+
+
+def _one_of(*words: str) -> Callable[[str, str], str]:
+    def check(name: str, word: str) -> str:
+        if word not in words:
+            *others, last = map(repr, words)
+            raise OptionError(f"{name} must be {', '.join(others)} or {last}, but got {word!r}")
+        return word
+
+    return check
+
+
+class _Option(Generic[_Given, _Kept]):
+    """An attribute of options whose value is checked whenever it is set."""
+
+    def __init__(self, check: Callable[[str, _Given], _Kept]) -> None:
+        self._check = check
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, options: object, owner: type) -> _Kept:
+        kept: _Kept = options.__dict__[self._name]
+        return kept
+
+    def __set__(self, options: object, value: _Given) -> None:
+        options.__dict__[self._name] = self._check(self._name, value)
 
 
 class RpcBackendOptions:
@@ -70,28 +152,8 @@ class RpcBackendOptions:
             raise TypeError(f"incompatible constructor arguments: {error}") from None
         self.init_method = init_method
 
-    @property
-    def rpc_timeout(self) -> float:
-        """The default timeout of a call, in seconds; 0 means no limit."""
-        return self._rpc_timeout
-
-    @rpc_timeout.setter
-    def rpc_timeout(self, seconds: float | timedelta) -> None:
-        self._rpc_timeout = checked_timeout("rpc_timeout", seconds)
-
-    @property
-    def init_method(self) -> str:
-        """The URL where the workers meet."""
-        return self._init_method
-
-    @init_method.setter
-    def init_method(self, url: str) -> None:
-        if not isinstance(url, str):
-            raise TypeError(
-                "init_method must be a URL as a str: 'env://' (the default), 'tcp://host:port' or "
-                f"'file:///path', but got {url!r} of type {type(url).__name__}"
-            )
-        self._init_method = url
+    rpc_timeout: _Option[float | timedelta, float] = _Option(checked_timeout)
+    init_method = _Option(_checked_url)
 
 
 class ZmqRpcBackendOptions(RpcBackendOptions):
@@ -150,8 +212,10 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         OptionError: the number of threads is below 1; a timeout, an interval or a number of bytes
             is negative; the transport or security is unknown; or the range has another form. It is
             a ValueError too.
-        TypeError: the number of threads isn't an int, a timeout isn't a number, or
-            ``init_method`` or ``port_range`` isn't a str.
+        TypeError: the number of threads isn't an int, a timeout or a number of bytes isn't a
+            number, ``init_method`` or ``port_range`` isn't a str, or device maps aren't mappings.
+
+    An attribute can be set, too: its value is checked in the same way.
 
     Example:
         >>> options = ZmqRpcBackendOptions(num_worker_threads=4, rpc_timeout=10)
@@ -168,15 +232,15 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
         rpc_timeout: float | timedelta = DEFAULT_RPC_TIMEOUT_SEC,
         init_method: str = DEFAULT_INIT_METHOD,
-        init_timeout: float | None = None,
+        init_timeout: float | timedelta | None = None,
         transport: str = "auto",
         security: str = "auto",
         port_range: str | None = None,
         shared_memory: int | None = None,
         max_bytes_in_flight: int = DEFAULT_MAX_BYTES_IN_FLIGHT,
-        heartbeat_timeout: float = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
-        warn_after: float | None = DEFAULT_WARN_AFTER_SEC,
-        switch_interval: float = DEFAULT_SWITCH_INTERVAL_SEC,
+        heartbeat_timeout: float | timedelta = DEFAULT_HEARTBEAT_TIMEOUT_SEC,
+        warn_after: float | timedelta | None = DEFAULT_WARN_AFTER_SEC,
+        switch_interval: float | timedelta = DEFAULT_SWITCH_INTERVAL_SEC,
         device_maps: Mapping[str, Mapping[_Device, _Device]] | None = None,
         devices: Sequence[_Device] | None = None,
         _transports: Sequence[str] | None = None,
@@ -184,34 +248,30 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         num_send_recv_threads: int | None = None,
     ) -> None:
         super().__init__(rpc_timeout, init_method)
-        if transport not in ("auto", "ipc", "tcp"):
-            raise OptionError(f"transport must be 'auto', 'ipc' or 'tcp', but got {transport!r}")
-        if security not in ("auto", "required", "none"):
-            raise OptionError(
-                f"security must be 'auto', 'required' or 'none', but got {security!r}"
-            )
-        if shared_memory is not None and shared_memory < 0:
-            raise OptionError(f"shared_memory must be 0 or more bytes, but got {shared_memory}")
-        if max_bytes_in_flight < 0:
-            raise OptionError(
-                f"max_bytes_in_flight must be 0 (no limit) or more, but got {max_bytes_in_flight}"
-            )
-        self.max_bytes_in_flight = int(max_bytes_in_flight)
         self.num_worker_threads = num_worker_threads
         if num_send_recv_threads is not None:
             self.num_send_recv_threads = num_send_recv_threads
-        self.shared_memory = _default_memory() if shared_memory is None else int(shared_memory)
+        self.shared_memory = shared_memory
+        self.max_bytes_in_flight = max_bytes_in_flight
         self.transport = transport
         self.security = security
         self._port_range = None if port_range is None else _ports("port_range", port_range)
-        self.heartbeat_timeout = checked_timeout("heartbeat_timeout", heartbeat_timeout)
-        self.warn_after = checked_timeout("warn_after", warn_after or 0)
-        self.switch_interval = checked_timeout("switch_interval", switch_interval)
-        self._init_timeout = (
-            None if init_timeout is None else checked_timeout("init_timeout", init_timeout)
-        )
+        self.heartbeat_timeout = heartbeat_timeout
+        self.warn_after = warn_after
+        self.switch_interval = switch_interval
+        self._init_timeout = checked_timeout("init_timeout", init_timeout or 0)
         self.device_maps = device_maps or {}
         self.devices = devices or []
+
+    transport = _Option(_one_of("auto", "ipc", "tcp"))
+    security = _Option(_one_of("auto", "required", "none"))
+    shared_memory = _Option(_checked_memory)
+    max_bytes_in_flight = _Option(_checked_bytes)
+    heartbeat_timeout: _Option[float | timedelta, float] = _Option(checked_timeout)
+    warn_after: _Option[float | timedelta | None, float] = _Option(
+        lambda name, seconds: checked_timeout(name, seconds or 0)
+    )
+    switch_interval: _Option[float | timedelta, float] = _Option(checked_timeout)
 
     @property
     def num_worker_threads(self) -> int:
@@ -221,10 +281,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     @num_worker_threads.setter
     def num_worker_threads(self, count: int) -> None:
         if isinstance(count, bool) or not isinstance(count, SupportsIndex):
-            raise TypeError(
-                f"num_worker_threads must be an int, but got {count!r} of type "
-                f"{type(count).__name__}"
-            )
+            raise _wrong_type("num_worker_threads", "an int", count)
         number = operator.index(count)
         if number < 1:
             raise OptionError(f"num_worker_threads must be positive, got {number}")
@@ -253,7 +310,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
     @device_maps.setter
     def device_maps(self, maps: Mapping[str, Mapping[_Device, _Device]]) -> None:
         self._device_maps: dict[str, dict[torch.device, torch.device]] = {}
-        for to, device_map in maps.items():
+        for to, device_map in _checked_mapping("device_maps", maps).items():
             self.set_device_map(to, device_map)
 
     @property
@@ -282,6 +339,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
         Raises:
             ValueError: two devices would map to the same one, or one of them to two.
             RuntimeError: torch knows no such device here.
+            TypeError: ``device_map`` isn't a mapping.
 
         Example:
             >>> options = ZmqRpcBackendOptions()
@@ -290,7 +348,7 @@ class ZmqRpcBackendOptions(RpcBackendOptions):
             {device(type='cuda', index=0): device(type='cuda', index=1)}
         """
         added: dict[torch.device, torch.device] = {}
-        for source, target in device_map.items():
+        for source, target in _checked_mapping("device_map", device_map).items():
             source, target = _to_device(source), _to_device(target)
             if target in added.values():
                 raise ValueError(
@@ -344,29 +402,6 @@ def call_timeout(seconds: Any, name: str = "timeout") -> float:
     return checked_timeout(name, seconds)
 
 
-def checked_timeout(name: str, seconds: Any) -> float:
-    """Returns a number of seconds or a ``timedelta`` as a float, `LONGEST_TIMEOUT` at most.
-
-    Raises:
-        OptionError: it is negative, infinite or not a number.
-        TypeError: it has another type, such as None or a string.
-    """
-    try:
-        if 0 <= seconds < float("inf"):
-            return min(float(seconds), LONGEST_TIMEOUT)
-    except TypeError:
-        if isinstance(seconds, timedelta):
-            return checked_timeout(name, seconds.total_seconds())
-        raise TypeError(
-            f"{name} must be a number of seconds, 0 for no limit, but got {seconds!r} of type "
-            f"{type(seconds).__name__}"
-        ) from None
-    raise OptionError(
-        f"RPC Timeout must be non-negative: {name} must be a finite number of seconds, or 0 for "
-        f"no limit, but got {seconds}"
-    )
-
-
 def _seconds_in(variable: str) -> float | None:
     """Returns the seconds in an environment variable; None if it is not set, or empty."""
     text = os.environ.get(variable, "").strip()
@@ -387,10 +422,7 @@ def _ports(name: str, text: Any) -> range:
         TypeError: it isn't a str.
     """
     if not isinstance(text, str):
-        raise TypeError(
-            f"{name} must be a str such as '20000-20100', but got {text!r} of type "
-            f"{type(text).__name__}"
-        )
+        raise _wrong_type(name, "a str such as '20000-20100'", text)
     found = _PORTS.fullmatch(text.strip())
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last <= _LAST_PORT:
@@ -399,11 +431,6 @@ def _ports(name: str, text: Any) -> range:
             f"{_LAST_PORT}, but got {text!r}"
         )
     return range(first, last + 1)
-
-
-def _default_memory() -> int:
-    """Returns an eighth of the machine's memory, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 8
 
 
 def checked_options(options: object | None) -> ZmqRpcBackendOptions:

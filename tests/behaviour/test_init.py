@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import sys
@@ -259,9 +260,13 @@ OUT_OF_RANGE: dict[str, tuple[Any, ...]] = {
     "rpc_timeout": (-1, timedelta(seconds=-1), *INFINITE),
     "init_timeout": (-1,),
     "switch_interval": (-0.001, *INFINITE),
-    "transport": ("carrier pigeon",),
+    "heartbeat_timeout": (-5, *INFINITE),
+    "warn_after": (-1, *INFINITE),
+    "transport": ("carrier pigeon", None),
+    "security": ("requierd", True),
     "port_range": ("", "20000-", "20100-20000", "20000-65536"),
-    "max_bytes_in_flight": (-1, -(1 << 30)),
+    "max_bytes_in_flight": (-1, -(1 << 30), *INFINITE),
+    "shared_memory": (-5, *INFINITE),
 }
 OF_OTHER_TYPES: dict[str, tuple[Any, ...]] = {
     "num_worker_threads": (2.5, "4", True),
@@ -271,7 +276,12 @@ OF_OTHER_TYPES: dict[str, tuple[Any, ...]] = {
     "warn_after": ("soon",),
     "init_method": (None, b"env://"),
     "port_range": (20000,),
+    "max_bytes_in_flight": (None, "1GB"),
+    "shared_memory": ("1GB",),
+    "switch_interval": (None, "x"),
+    "device_maps": ("x",),
 }
+FIXED = ("init_timeout", "port_range")
 
 
 @pytest.mark.parametrize("name", OUT_OF_RANGE)
@@ -280,9 +290,9 @@ def test_values_out_of_range(name: str) -> None:
         for kind in (ValueError, RuntimeError):  # torch's are RuntimeErrors
             with pytest.raises(kind, match=name):
                 rpc.ZmqRpcBackendOptions(**{name: value})
-    if name in ("num_worker_threads", "rpc_timeout"):
-        with pytest.raises(ValueError, match=name):
-            setattr(rpc.ZmqRpcBackendOptions(), name, -1)
+            if name not in FIXED:
+                with pytest.raises(kind, match=name):
+                    setattr(rpc.ZmqRpcBackendOptions(), name, value)
 
 
 @pytest.mark.parametrize("name", OF_OTHER_TYPES)
@@ -291,9 +301,33 @@ def test_values_of_other_types(name: str) -> None:
         found = f"{name} must be an? .* but got {value!r} of type {type(value).__name__}"
         with pytest.raises(TypeError, match=found):
             rpc.ZmqRpcBackendOptions(**{name: value})
-    if name == "init_method":
-        with pytest.raises(TypeError, match="init_method must be a URL"):
-            rpc.ZmqRpcBackendOptions().init_method = None  # type: ignore[assignment]
+        if name not in FIXED:
+            with pytest.raises(TypeError, match=found):
+                setattr(rpc.ZmqRpcBackendOptions(), name, value)
+
+
+def test_options_that_are_set_count_as_those_that_are_given() -> None:
+    options = rpc.ZmqRpcBackendOptions()
+    given = rpc.ZmqRpcBackendOptions(
+        heartbeat_timeout=timedelta(minutes=1),
+        warn_after=timedelta(seconds=5),
+        switch_interval=timedelta(milliseconds=2),
+        init_timeout=timedelta(seconds=3),
+    )
+    assert given.init_timeout == 3.0
+    default, options.shared_memory = options.shared_memory, 1 << 20
+    assert options.shared_memory == 1 << 20
+    options.shared_memory = None
+    assert options.shared_memory == default
+    options.heartbeat_timeout, options.warn_after = timedelta(minutes=1), timedelta(seconds=5)
+    options.switch_interval = timedelta(milliseconds=2)
+    for made in (options, given, pickle.loads(pickle.dumps(given))):
+        found = made.heartbeat_timeout, made.warn_after, made.switch_interval
+        assert found == (60.0, 5.0, 0.002)
+    options.warn_after = None
+    assert options.warn_after == 0.0
+    options.security = "required"
+    assert options.security == "required"
 
 
 _EVER = 1e12
@@ -349,5 +383,7 @@ def test_device_maps() -> None:
     assert options.devices == [zero, one]
     options.devices = ["cuda:3"]
     assert options.devices == [three]
+    with pytest.raises(TypeError, match=r"device_map must be a mapping, .* but got 'cuda:1'"):
+        options.set_device_map("w1", "cuda:1")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="`set_devices` expect a list of devices such as GPUs"):
         options.set_devices(["cpu"])

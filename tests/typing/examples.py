@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Iterator
+from datetime import timedelta
 from typing import Any, Generic, TypeVar, assert_type
 
 import torch
@@ -47,6 +48,13 @@ async def letters_later(text: str) -> AsyncIterator[str]:
 
 def untyped(x):  # type: ignore[no-untyped-def]
     return x
+
+
+def options() -> None:
+    made = zrpc.ZmqRpcBackendOptions(init_timeout=timedelta(minutes=1), warn_after=None)
+    made.heartbeat_timeout = made.switch_interval = timedelta(seconds=1)
+    assert_type(made.heartbeat_timeout, float)
+    made.transport = 5  # type: ignore[assignment]  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def verbs() -> None:
