@@ -216,12 +216,13 @@ def on_worker_lost(callback: Callable[[WorkerInfo], object]) -> RemovableHandle:
     Args:
         callback: called once for each worker, in a thread of the agent in which it may make calls
             and wait for them. By then, calls to that worker have failed already. An error that it
-            raises is logged.
+            raises is logged. It can't be an ``async def`` function.
 
     Returns:
         A handle like those of torch's hooks; after ``handle.remove()`` it is no longer called.
 
     Raises:
+        TypeError: ``callback`` can't be called, or is an ``async def`` function.
         NotInitializedError: this process is not a worker.
 
     May be called from any thread.
@@ -247,6 +248,7 @@ def on_worker_joined(callback: Callable[[WorkerInfo], object]) -> RemovableHandl
         A handle; after ``handle.remove()`` the callback is no longer called.
 
     Raises:
+        TypeError: see `on_worker_lost`.
         NotInitializedError: this process is not a worker.
 
     May be called from any thread.

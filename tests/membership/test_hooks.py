@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,10 @@ from zrpc.membership.worker_info import WorkerInfo
 
 ONE, OTHER = WorkerInfo("one", 1), WorkerInfo("other", 2)
 AGAIN = WorkerInfo("one", 1, 1)
+
+
+async def later(info: WorkerInfo) -> None:
+    pass
 
 
 class LateHooks(Hooks):
@@ -67,3 +72,9 @@ def test_later_hooks_are_not_called_for_a_forgotten_worker(hooks: LateHooks) -> 
     hooks.forget(ONE.member_id)
     hooks.add(lambda info: hooks.seen.append(info.member_id))
     assert hooks.run() == [OTHER.member_id, AGAIN.member_id]
+
+
+@pytest.mark.parametrize("hook", [None, 1, later, partial(later)])
+def test_what_would_never_run_is_refused(hooks: LateHooks, hook: Any) -> None:
+    with pytest.raises(TypeError, match=r"function that takes a WorkerInfo .*, but got"):
+        hooks.add(hook)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,7 +37,16 @@ class Hooks:
         self._notified: list[WorkerInfo] = []
 
     def add(self, hook: Hook) -> RemovableHandle:
-        """Calls ``hook`` for each worker of earlier `notify` calls, and of later ones."""
+        """Calls ``hook`` for each worker of earlier `notify` calls, and of later ones.
+
+        Raises:
+            TypeError: it can't be called, or nothing would await what it returns.
+        """
+        if not callable(hook) or inspect.iscoroutinefunction(hook):
+            raise TypeError(
+                "expected a plain function that takes a WorkerInfo (nothing would await an "
+                f"`async def` function), but got {hook!r}"
+            )
         with self._lock:
             handle = RemovableHandle(self._hooks)
             self._hooks[handle.id] = hook
