@@ -114,6 +114,8 @@ def test_the_program_completes_a_future_of_its_own_or_of_a_call(shared: Mesh, ga
         with pytest.raises(TypeError, match="Exception"):
             rpc.Future().set_exception(what)
     for future in (rpc.Future[Any](), rpc.rpc_async(1, gate.wait_inside, ("answer",))):
+        with pytest.raises(RuntimeError, match=r"found a pending one: await it, or call .* wait"):
+            future.value()
         doubled = future.then(lambda f: f.wait() * 2)
         finish = start_all([future.wait] * 3, SOON)
         future.set_result(7)

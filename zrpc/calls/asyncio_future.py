@@ -14,6 +14,8 @@ from typing import Any, Generic, TypeVar
 from zrpc.calls.taking import Taking
 from zrpc.runtime.event_loop import running_loop
 
+PENDING = "expected a future that is done, found a pending one: await it, or call its method wait()"
+
 T = TypeVar("T")
 
 
@@ -130,10 +132,7 @@ class AsyncioFuture(Generic[T]):
     def _check_done(self) -> None:
         """Raises asyncio's InvalidStateError if the future is pending, as asyncio's futures do."""
         if not self.done():
-            raise asyncio.InvalidStateError(
-                "expected a future that is done, found a pending one: await it, or call its "
-                "method wait()"
-            )
+            raise asyncio.InvalidStateError(PENDING)
 
     def remove_done_callback(self, callback: Callable[[Any], None]) -> int:
         """Returns that no callback was removed: all that asyncio adds are about to run.

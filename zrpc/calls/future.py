@@ -11,7 +11,7 @@ from time import monotonic
 from typing import Any, NoReturn, Protocol, TypeVar
 
 from zrpc.calls import trampoline
-from zrpc.calls.asyncio_future import AsyncioFuture
+from zrpc.calls.asyncio_future import PENDING, AsyncioFuture
 from zrpc.calls.future_callback import Callback, check_callback
 from zrpc.calls.future_error import Failure, KeptError, without_frames
 from zrpc.calls.pending_call import PendingCall, State
@@ -189,7 +189,8 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
 
     def value(self) -> T:
         """Returns the value of a future that is done, or raises the error of the call."""
-        self.done()
+        if not self.done():
+            raise RuntimeError(PENDING)
         return self.wait() if self._cancelled else super().value()
 
     def done(self) -> bool:
