@@ -174,8 +174,9 @@ def test_parse_address() -> None:
     assert parse_address("host:80") == StoreAddress("host", 80)
     assert parse_address("[::1]:80") == StoreAddress("::1", 80)
     assert [str(parse_address(text)) for text in ("host:80", "[::1]:80")] == ["host:80", "[::1]:80"]
-    for text in ("", "host", "host:", ":80", "host:x", "host:0", "host:70000"):
-        with pytest.raises(ValueError, match="expected HOST:PORT"):
+    wrong: list[Any] = ["", "host", "host:", ":80", "host:x", "host:0", "host:70000"]
+    for text in [*wrong, "tcp://h:80", None]:
+        with pytest.raises(ValueError, match=f"expected HOST:PORT, but got {text!r}"):
             parse_address(text)
 
 

@@ -38,9 +38,10 @@ def parse_address(text: str) -> StoreAddress:
     Raises:
         ValueError: `text` is not of that form.
     """
-    host, colon, port = text.rpartition(":")
+    host, colon, port = str(text).rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536):
+    # A URL is not of that form.
+    if not (host and colon and port.isdecimal() and 0 < int(port) < 65536) or "/" in host:
         raise ValueError(f"expected HOST:PORT, but got {text!r}")
     return StoreAddress(host, int(port))
 
