@@ -72,6 +72,11 @@ def test_a_driver_joins_serves_and_leaves_alone(address: str) -> None:
 def test_an_address_without_a_mesh_is_an_error(free_port: int) -> None:
     with pytest.raises(ValueError, match="expected HOST:PORT, but got 'host'"):
         zrpc.connect("host", SECRET)
+    with pytest.raises(RuntimeError, match="Worker name must match"):
+        zrpc.connect(f"127.0.0.1:{free_port}", SECRET, name="a b")
+    for options in ({}, {"rpc_timeout": 5}):
+        with pytest.raises(TypeError, match=f"instance of RpcBackendOptions, but got {options}"):
+            zrpc.connect(f"127.0.0.1:{free_port}", SECRET, rpc_backend_options=options)  # type: ignore[arg-type]
     text = rf"^expected an elastic mesh at 127.0.0.1:{free_port} within 1 s, found none \(\[Errno"
     with pytest.raises(zrpc.RendezvousError, match=text):
         zrpc.connect(f"127.0.0.1:{free_port}", SECRET, rpc_backend_options=SHORT)

@@ -223,3 +223,23 @@ def test_wrong_workers_and_frozen_programs_are_refused(monkeypatch: pytest.Monke
     for workers, error, text in wrong:
         with pytest.raises(error, match=text):
             zrpc.start_mesh(workers)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "error", "text"),
+    [
+        ("rpc_backend_options", {"rpc_timeout": 5}, TypeError, "got {'rpc_timeout': 5}"),
+        ("rpc_backend_options", {}, TypeError, "got {}"),
+        ("rpc_backend_options", zrpc.RpcBackendOptions(), TypeError, "must be a `TensorPipe"),
+        ("max_restarts", "1", ValueError, "restarts, as an int, but got '1'"),
+        ("max_restarts", 1.5, ValueError, "restarts, as an int, but got 1.5"),
+        ("max_restarts", -1, ValueError, "0 or more restarts, as an int, but got -1"),
+        ("env", {"A": 1}, TypeError, "of type str, but got 'A': 1"),
+        ("env", {1: "A"}, TypeError, "of type str, but got 1: 'A'"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_workers_start(
+    argument: str, value: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        zrpc.start_mesh(1, **{argument: value})

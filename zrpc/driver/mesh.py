@@ -21,7 +21,8 @@ from zrpc.launch.store import parse_address
 from zrpc.launch.worker import Roles
 from zrpc.membership.launched import launching
 from zrpc.membership.store import connect_store
-from zrpc.options import ZmqRpcBackendOptions
+from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import ZmqRpcBackendOptions, checked_options
 from zrpc.runtime.forks import free_in_child
 
 _RPC_TIMEOUT = "ZRPC_RPC_TIMEOUT"
@@ -67,7 +68,7 @@ def start_mesh(
         LaunchError: processes can't be started.
         RuntimeError: a child of multiprocessing has imported the script that calls this.
         ValueError: a number or a role is not possible.
-        TypeError: ``workers`` is neither a number nor a mapping.
+        TypeError: ``workers``, ``env`` or the options have another type.
 
     May be called from any thread.
 
@@ -79,13 +80,15 @@ def start_mesh(
     """
     global _latest
     roles = _roles(workers)
-    if isinstance(max_restarts, bool) or max_restarts < 0:
-        raise ValueError(f"expected 0 or more restarts, but got {max_restarts}")
-    if rpc_backend_options is not None and _RPC_TIMEOUT in (env or {}):
-        raise ValueError(
-            f"expected {_RPC_TIMEOUT} in env, or rpc_backend_options, but got both: these have a "
-            "timeout already, so pass it as their rpc_timeout"
-        )
+    if isinstance(max_restarts, bool) or not isinstance(max_restarts, int) or max_restarts < 0:
+        raise ValueError(f"expected 0 or more restarts, as an int, but got {max_restarts!r}")
+    if rpc_backend_options is not None:
+        checked_options(rpc_backend_options)
+        if _RPC_TIMEOUT in (env or {}):
+            raise ValueError(
+                f"expected {_RPC_TIMEOUT} in env, or rpc_backend_options, but got both: these have "
+                "a timeout already, so pass it as their rpc_timeout"
+            )
     with _start_lock:
         _check_free()
         check_interpreter()
@@ -128,6 +131,8 @@ def connect(
             member has the name.
         AuthenticationError: the secret is another than the workers'.
         ValueError: the address has another form.
+        RuntimeError: the name has another form than `WorkerInfo` has.
+        TypeError: the options have another type.
 
     May be called from any thread.
 
@@ -139,7 +144,8 @@ def connect(
     """
     global _latest
     url = f"tcp://{parse_address(address)}"
-    options = rpc_backend_options or ZmqRpcBackendOptions()
+    options = checked_options(rpc_backend_options)
+    WorkerInfo(name, 0)  # checks the name before the wait for the mesh
     place = MeetingPlace(url, None, secret, options)
     with _start_lock:
         _check_free()

@@ -25,7 +25,7 @@ from zrpc.launch.port import ReservedPort
 from zrpc.membership.init_method import master
 from zrpc.membership.secret import new_secret
 from zrpc.membership.store import tcp_store
-from zrpc.options import ZmqRpcBackendOptions
+from zrpc.options import ZmqRpcBackendOptions, checked_options
 
 try:
     import ray
@@ -111,7 +111,7 @@ def start_mesh(
         raise ValueError(f"expected 1 worker or more, got num_workers={num_workers}")
     if find_agent() is not None:
         raise RpcError("RPC is already initialized: leave that mesh by zrpc.shutdown() first")
-    options = rpc_backend_options or ZmqRpcBackendOptions()
+    options = checked_options(rpc_backend_options)
     resources = dict(resources_per_worker or {"CPU": 1})
     deadline = time.monotonic() + options.init_timeout
     with contextlib.ExitStack() as stack:

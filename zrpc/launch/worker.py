@@ -126,6 +126,7 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: `extra` sets a variable that the launcher sets itself, or one that should not
             be written on a command line.
+        TypeError: a variable or its value isn't a str.
     """
     if SECRET in extra:
         raise ValueError(
@@ -141,6 +142,11 @@ def base_environment(nprocs: int, extra: Mapping[str, str]) -> dict[str, str]:
     if nprocs > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: N workers on all cores are slow
     env = {**base, **extra}
+    for key, value in extra.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(
+                f"expected variables and values of type str, but got {key!r}: {value!r}"
+            )
     return {**env, **run_secret(env)}
 
 
