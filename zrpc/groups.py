@@ -54,7 +54,8 @@ def group(
         RpcError: there is no such worker.
         RpcTimeoutError: fewer than ``size`` workers were there in time.
         ValueError: there are no members, or ``size`` or ``live`` was given without a pattern.
-        TypeError: a member is neither a worker nor an RRef, or there are both.
+        TypeError: a member is neither a worker nor an RRef, or there are both; or a single one was
+            given in place of a list.
         NotInitializedError: this process is not a worker.
 
     May be called from any thread.

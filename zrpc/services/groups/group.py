@@ -348,6 +348,11 @@ def gather(
             "expected a pattern of names, such as 'worker*', for size= and live=: a list has its "
             "members already"
         )
+    if isinstance(members, bytes) or not isinstance(members, Iterable):
+        raise TypeError(
+            "expected a pattern of names, or a list of workers or RRefs, for a group, but got "
+            f"{members!r}: a group of one is group([member])"
+        )
     listed = list(members)
     if not listed:
         raise ValueError("expected members for a group, found none")
