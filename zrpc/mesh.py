@@ -306,6 +306,7 @@ def trace(
 
     Raises:
         OSError: the file can't be written.
+        ValueError: ``max_records`` is not possible.
         NotInitializedError: this process is not a worker.
 
     May be called from any thread. Workers that join later are not recorded.

@@ -337,6 +337,18 @@ def test_a_file_that_cannot_be_written_is_known_at_once(mesh: Mesh, tmp_path: Pa
     assert all(mesh.agent(worker).recorder is None for worker in range(3))
 
 
+@pytest.mark.parametrize("number", [-1, "5", None])
+def test_a_number_of_records_that_is_not_possible_is_refused(
+    mesh: Mesh, tmp_path: Path, number: Any
+) -> None:
+    path = tmp_path / "trace.json"
+    with pytest.raises(
+        ValueError, match=f"max_records of 0 or more, as an int, but got {number!r}"
+    ):
+        traced(mesh, path, lambda: pytest.fail("it has begun"), max_records=number)
+    assert not path.exists()
+
+
 def test_a_trace_can_be_written_to_a_descriptor(mesh: Mesh) -> None:
     reader, writer = os.pipe()
 

@@ -155,6 +155,8 @@ def _describe(extension: bytes) -> str:
 @contextmanager
 def trace_mesh(agent: Agent, path: str | os.PathLike[str], capacity: int) -> Iterator[None]:
     """Records on all workers while a ``with`` statement runs, and writes one file at its end."""
+    if not isinstance(capacity, int) or capacity < 0:
+        raise ValueError(f"expected max_records of 0 or more, as an int, but got {capacity!r}")
     path = Path(path).absolute()
     path.write_text("")  # if that is not possible, it is better known now
     session = agent.membership.own_id, secrets.token_hex(8)
