@@ -183,6 +183,8 @@ def test_models_that_do_not_fit_are_refused_before_any_tensor_is_written(mesh: M
         assert rollout.subscriber.version == 0
     with pytest.raises(TypeError, match=r"expected an nn\.Module or"):
         mesh.run(1, rollout.subscriber.load_into, 5)
+    with pytest.raises(TypeError, match=r"expected at_least to be a version .* got '5'"):
+        mesh.run(1, rollout.subscriber.load_into, weights(-1), at_least="5")
     kept = learner.model.pop("a")
     with pytest.raises(ValueError, match="missing: a"):
         learner.push()

@@ -87,7 +87,7 @@ class Subscriber:
                 gradients.
             ValueError: names, shapes or dtypes of the model differ, and the error lists them; or a
                 tensor can't be written to. Nothing was copied.
-            TypeError: ``model`` is something else.
+            TypeError: ``model`` or ``at_least`` is something else.
 
         Example:
             >>> from zrpc.nn import publish
@@ -100,6 +100,8 @@ class Subscriber:
             >>> published.close()
         """
         seconds = checked_timeout("timeout", timeout) or LONGEST_TIMEOUT
+        if not isinstance(at_least, int | None):
+            raise TypeError(f"expected at_least to be a version as an int, but got {at_least!r}")
         tensors = tensors_of(model, self._service.agent.codec.has_context())
         check_writable(tensors)
         self._check_open()
