@@ -155,8 +155,15 @@ def test_the_exit_of_a_worker_is_an_error(make_mesh: MakeMesh) -> None:
     mesh = make_mesh()
     with pytest.raises(WorkerExited, match=r"worker0 \(pid \d+\) exited with status 3"):
         mesh.run(0, os._exit, 3)
-    with pytest.raises(WorkerExited, match="exited with status 3"):
+    with pytest.raises(WorkerExited, match=r"3; if the test expects that, call mesh\.kill\(0\)"):
         mesh.shutdown()  # a worker is missing that the test did not kill
+
+
+def test_a_test_that_expects_the_exit_of_a_worker_kills_it_afterwards(mesh: Mesh) -> None:
+    with pytest.raises(zrpc.WorkerDied):
+        mesh.run(0, zrpc.rpc_sync, 1, os._exit, (3,))
+    mesh.kill(1)
+    mesh.shutdown()
 
 
 def test_the_output_of_workers_is_kept_and_shows_where_one_crashed(

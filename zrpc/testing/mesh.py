@@ -198,6 +198,9 @@ class Mesh:
         Pending and later `run` and `submit` calls for it fail with `WorkerExited`. The mesh is
         then not shut down gracefully.
 
+        If a worker has exited by itself, as the test expects, call this too: the end of the mesh
+        raises `WorkerExited` otherwise, and `restart` refuses it.
+
         Raises:
             TypeError: the workers are threads.
         """

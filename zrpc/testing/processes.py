@@ -267,7 +267,7 @@ class ProcessWorker(Worker):
             left.append(f"it did not exit within {timeout:g} s of its shutdown")
             self.abort()
             self._reader.join(_SIGNAL_SECONDS)
-        elif self._exit not in (0, -signal.SIGKILL):
+        elif not self.killed and self._exit not in (0, -signal.SIGKILL):
             left.append(f"it {self._exit_text()} after its shutdown")
         for pid in session_members(self._pid):
             left.append(f"process {pid}: {command_of(pid)}")
@@ -328,7 +328,9 @@ class ProcessWorker(Worker):
         except (LaunchError, TimeoutError):  # the server died, and its children with it
             self._exit = None
         finally:
-            self.fail_waits(WorkerExited(f"{self.label} {self._exit_text()}"))
+            advice = f"; if the test expects that, call mesh.kill({self.rank}) afterwards"
+            text = f"{self.label} {self._exit_text()}{'' if self.killed else advice}"
+            self.fail_waits(WorkerExited(text))
             with self._sending:  # no other thread uses the connection now
                 self._connection.close()
             with self._lock:
