@@ -24,7 +24,7 @@ from zrpc.backend_registry import BackendType
 from zrpc.bootstrap import join_by_init_method
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import wait_all
-from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import RpcError, not_initialized
 from zrpc.membership.init_method import resolve_name, resolve_rank
 from zrpc.membership.worker_info import WorkerInfo
@@ -124,7 +124,7 @@ def init_rpc(
     atexit.register(_shutdown_at_exit)
 
 
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+def shutdown(graceful: bool = True, timeout: Seconds = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leaves the mesh; afterwards nothing of it is left in this process. Idempotent.
 
     Args:
@@ -168,26 +168,30 @@ def _shutdown_at_exit() -> None:
 
 @overload
 def rpc_sync(
-    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> T: ...
 @overload
 def rpc_sync(
-    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: Seconds = ...,
 ) -> list[T]: ...
 @overload
 def rpc_sync(
-    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> list[T]: ...
 def rpc_sync(
     to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: Seconds = UNSET_RPC_TIMEOUT,
 ) -> Any:
     """Runs ``func(*args, **kwargs)`` on another worker, and waits for its result.
 
@@ -234,26 +238,30 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: To, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> Future[T]: ...
 @overload
 def rpc_async(
-    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: Seconds = ...,
 ) -> GroupFuture[T]: ...
 @overload
 def rpc_async(
-    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> GroupFuture[T]: ...
 def rpc_async(
     to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: Seconds = UNSET_RPC_TIMEOUT,
 ) -> Future[Any]:
     """Runs ``func(*args, **kwargs)`` on another worker, and returns a `Future`.
 
@@ -290,7 +298,7 @@ def remote(
     func: AsyncFunction[T],
     args: Args = ...,
     kwargs: Kwargs = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     *,
     name: str | None = ...,
     exist_ok: bool = ...,
@@ -301,25 +309,29 @@ def remote(
     func: Function[T],
     args: Args = ...,
     kwargs: Kwargs = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     *,
     name: str | None = ...,
     exist_ok: bool = ...,
 ) -> RRef[T]: ...
 @overload
 def remote(
-    to: Group, func: AsyncFunction[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group,
+    func: AsyncFunction[T],
+    args: Args = ...,
+    kwargs: Kwargs = ...,
+    timeout: Seconds = ...,
 ) -> RRefGroup[T]: ...
 @overload
 def remote(
-    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: float = ...
+    to: Group, func: Function[T], args: Args = ..., kwargs: Kwargs = ..., timeout: Seconds = ...
 ) -> RRefGroup[T]: ...
 def remote(
     to: To | Group,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: Seconds = UNSET_RPC_TIMEOUT,
     *,
     name: str | None = None,
     exist_ok: bool = False,
@@ -398,7 +410,7 @@ def get_rpc_timeout() -> float:
     return agent_that_is_set().caller.rpc_timeout
 
 
-def _set_rpc_timeout(timeout: float) -> None:
+def _set_rpc_timeout(timeout: Seconds) -> None:
     """Sets the default timeout of this worker's calls, in seconds; 0 means no limit."""
     agent_that_is_set().caller.rpc_timeout = checked_timeout("rpc_timeout", timeout)
 

@@ -1,4 +1,4 @@
-"""The defaults of calls and options, under the names that torch gives them."""
+"""The defaults of calls and options, by the names that torch gives them; the type of timeouts."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ __all__ = [
     "DEFAULT_SHUTDOWN_TIMEOUT",
     "UNSET_RPC_TIMEOUT",
 ]
+
+# The type of all timeouts.
+Seconds = float | timedelta
 
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16

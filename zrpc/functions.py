@@ -6,9 +6,11 @@ import functools
 import inspect
 import uuid
 from collections.abc import Callable, Coroutine
+from datetime import timedelta
 from typing import Any, Literal, Protocol, TypeVar, overload
 
 from zrpc.batch_values import Call, columns, rows
+from zrpc.constants import Seconds
 from zrpc.errors import OptionError
 
 __all__ = ["async_execution", "batched"]
@@ -138,14 +140,14 @@ def batched(fn: Callable[..., Coroutine[Any, Any, list[_R]]], /) -> _Later[_R]: 
 def batched(fn: Callable[..., list[_R]], /) -> Callable[..., _R]: ...
 @overload
 def batched(
-    *, max_size: int = ..., max_wait: float = ..., stack: Literal[False] = ...
+    *, max_size: int = ..., max_wait: Seconds = ..., stack: Literal[False] = ...
 ) -> _OfLists: ...
 @overload
 def batched(
-    *, max_size: int = ..., max_wait: float = ..., stack: bool
+    *, max_size: int = ..., max_wait: Seconds = ..., stack: bool
 ) -> Callable[[_F], Callable[..., Any]]: ...
 def batched(
-    fn: Any = None, /, *, max_size: int = 32, max_wait: float = 0.002, stack: bool = False
+    fn: Any = None, /, *, max_size: int = 32, max_wait: Seconds = 0.002, stack: bool = False
 ) -> Any:
     """Makes one call of a function out of the calls of other workers that arrive together.
 
@@ -202,12 +204,14 @@ def batched(
     return _batched(fn, max_size=max_size, max_wait=max_wait, stack=stack)
 
 
-def _batched(fn: Any, *, max_size: int, max_wait: float, stack: bool) -> Any:
+def _batched(fn: Any, *, max_size: int, max_wait: Seconds, stack: bool) -> Any:
     if not callable(fn):
         raise OptionError(f"expected a function to batch, found {fn!r}: pass options by keyword")
     if not isinstance(max_size, int) or max_size < 1:
         raise OptionError(f"max_size must be 1 or more calls, but got {max_size!r}")
-    if not 0 <= max_wait <= _MAX_WAIT_SECONDS:
+    if isinstance(max_wait, timedelta):
+        max_wait = max_wait.total_seconds()
+    if not isinstance(max_wait, (int, float)) or not 0 <= max_wait <= _MAX_WAIT_SECONDS:
         raise OptionError(
             f"max_wait must be 0 to {_MAX_WAIT_SECONDS:g} seconds, but got {max_wait!r}"
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, TypeVar, overload
 
 from zrpc.agent.current import current_agent
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import UNSET_RPC_TIMEOUT, Seconds
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.groups.arguments import Each, Share, Split
 from zrpc.services.groups.group import RRefGroup, WorkerGroup, gather
@@ -21,7 +21,7 @@ T = TypeVar("T")
 def group(
     members: str | Iterable[str | int | WorkerInfo],
     size: int | None = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     live: bool = ...,
 ) -> WorkerGroup: ...
 @overload
@@ -29,7 +29,7 @@ def group(members: Iterable[RRef[T]]) -> RRefGroup[T]: ...
 def group(
     members: str | Iterable[Any],
     size: int | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: Seconds = UNSET_RPC_TIMEOUT,
     live: bool = False,
 ) -> Any:
     """Returns a group: a sequence of workers, or of RRefs, that is called as one.

@@ -16,7 +16,7 @@ from zrpc.agent.current import agent_that_is_set, current_agent, find_agent, lat
 from zrpc.agent.stats import Stats, take_stats
 from zrpc.api import init_rpc, shutdown
 from zrpc.backend_registry import BackendType
-from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, checked_timeout
 from zrpc.services.collectives import Collectives
@@ -35,7 +35,7 @@ def session(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
     *,
-    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    shutdown_timeout: Seconds = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[WorkerInfo]:
     """Joins a mesh for a ``with`` statement: `init_rpc` at its start, `shutdown` at its end.
 
@@ -89,7 +89,7 @@ def is_initialized() -> bool:
     return find_agent() is not None
 
 
-def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
+def get_actor(name: str, timeout: Seconds = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     """Returns the actor that was made with a name, by any worker; waits until there is one.
 
     The actor may still be being made then: its calls wait for that, and so does ``rref.to_here()``.
@@ -148,7 +148,7 @@ def world_size() -> int:
     return agent.membership.own_record.world_size or len(agent.get_worker_infos())
 
 
-def set_rpc_timeout(timeout: float) -> None:
+def set_rpc_timeout(timeout: Seconds) -> None:
     """Sets the default timeout of this worker's calls, in seconds; 0 means no limit.
 
     `get_rpc_timeout` returns it. May be called from any thread; calls made from now on have it.
@@ -167,7 +167,7 @@ def set_rpc_timeout(timeout: float) -> None:
 
 
 def all_gather(
-    obj: T, worker_names: Iterable[str] | None = None, timeout: float = 0
+    obj: T, worker_names: Iterable[str] | None = None, timeout: Seconds = 0
 ) -> dict[str, T]:
     """Returns the object that each worker passed, by the workers' names; all of them must call it.
 
@@ -194,7 +194,7 @@ def all_gather(
     return current_agent().service(Collectives).gather(obj, worker_names, timeout)
 
 
-def barrier(worker_names: Iterable[str] | None = None, timeout: float = 0) -> None:
+def barrier(worker_names: Iterable[str] | None = None, timeout: Seconds = 0) -> None:
     """Waits until all workers have called it.
 
     Arguments, errors and threads are those of `all_gather`.

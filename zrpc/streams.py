@@ -7,7 +7,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 from zrpc.agent.current import current_agent
 from zrpc.api import Args, Kwargs, To, _body
-from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.services.groups.group import WorkerGroup
 from zrpc.services.streams.service import StreamService
 from zrpc.services.streams.stream import Stream
@@ -25,9 +25,9 @@ def rpc_stream(
     func: Callable[..., Items[R]],
     args: Args = ...,
     kwargs: Kwargs = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     prefetch: int = ...,
-    deadline: float = ...,
+    deadline: Seconds = ...,
 ) -> Stream[R]: ...
 @overload
 def rpc_stream(
@@ -35,9 +35,9 @@ def rpc_stream(
     func: Callable[..., Items[R]],
     args: Args = ...,
     kwargs: Kwargs = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     prefetch: int = ...,
-    deadline: float = ...,
+    deadline: Seconds = ...,
 ) -> Stream[tuple[int, R]]: ...
 @overload
 def rpc_stream(
@@ -45,18 +45,18 @@ def rpc_stream(
     func: Callable[..., R],
     args: Args = ...,
     kwargs: Kwargs = ...,
-    timeout: float = ...,
+    timeout: Seconds = ...,
     prefetch: int = ...,
-    deadline: float = ...,
+    deadline: Seconds = ...,
 ) -> Stream[R]: ...
 def rpc_stream(
     to: To | WorkerGroup,
     func: Callable[..., Any],
     args: Args = None,
     kwargs: Kwargs = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
+    timeout: Seconds = UNSET_RPC_TIMEOUT,
     prefetch: int = DEFAULT_PREFETCH,
-    deadline: float = 0,
+    deadline: Seconds = 0,
 ) -> Stream[Any]:
     """Runs a generator on another worker, and returns a `Stream` of its items at once.
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zrpc.agent.current import current_agent
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import NotInitializedError
 from zrpc.services.collectives import Collectives
 
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def _all_gather(
-    obj: Any, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+    obj: Any, worker_names: Iterable[str] | None = None, timeout: Seconds = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
     """Returns the object that each worker passed, by worker name; all of them must call it.
 
@@ -38,6 +38,6 @@ def _barrier(worker_names: Iterable[str]) -> None:
         logger.exception("Failed to complete barrier")
 
 
-def _wait_all_workers(timeout: float = 0) -> None:
+def _wait_all_workers(timeout: Seconds = 0) -> None:
     """Waits until all workers have called it."""
     _all_gather(None, timeout=timeout)

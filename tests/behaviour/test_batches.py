@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -223,7 +225,9 @@ def test_called_by_its_own_worker_it_takes_and_returns_single_values() -> None:
 
 
 def test_options_that_are_not_possible() -> None:
-    for name, value in (("max_size", 0), ("max_size", 1.5), ("max_wait", -1)):
+    wrong: list[tuple[str, object]] = [("max_size", 0), ("max_size", 1.5)]
+    wrong += [("max_wait", value) for value in (-1, timedelta(-1), math.nan, None, "1")]
+    for name, value in wrong:
         with pytest.raises(rpc.OptionError, match=r"must be .* but got"):
             rpc.batched(**{name: value})(echo)  # type: ignore[call-overload]
     with pytest.raises(rpc.OptionError, match="expected a function to batch, found 32"):

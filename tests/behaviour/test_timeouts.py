@@ -170,6 +170,10 @@ def test_a_negative_timeout_is_a_deadline_that_has_passed(shared: Mesh, timeout:
     assert not noting.called
 
 
+def doubles(numbers: list[int]) -> list[int]:
+    return [2 * number for number in numbers]
+
+
 @pytest.mark.system
 def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
     soon = timedelta(milliseconds=20)
@@ -183,9 +187,19 @@ def test_a_timeout_may_be_a_timedelta(caller: Mesh, gate: Gate) -> None:
         rref.rpc_async(timeout=soon).wait_inside().wait,
         lambda: rpc.wait_all([rpc.rpc_async(1, gate.wait_inside)], timeout=soon),
         lambda: rpc.all_gather(1, timeout=soon),
+        lambda: list(rpc.rpc_stream(1, gate.wait_inside, deadline=soon)),
+        lambda: rpc.get_actor("nobody", timeout=soon),
+        lambda: rpc.group("worker*", size=9, timeout=soon),
     ):
         with pytest.raises(rpc.RpcTimeoutError):
             call()
+    for args in ((), (rpc.share(range(2)),)):
+        with pytest.raises(rpc.GroupError):
+            rpc.rpc_sync(rpc.group([1]), gate.wait_inside, args, timeout=soon)
+    with pytest.raises(queue.Empty):
+        rpc.remote(1, rpc.Queue).rpc_sync().get(timeout=soon)
+    assert not rpc.rpc_sync(1, lambda: rpc.current_call().wait_cancelled(soon))
+    assert rpc.rpc_sync(1, rpc.batched(doubles, max_wait=soon), (2,)) == 4
     gate.open()
 
 

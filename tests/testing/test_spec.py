@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from zrpc import OptionError
 from zrpc.testing import MeshSpec
 
 
@@ -17,6 +19,11 @@ def test_the_nearest_marker_wins_and_the_others_fill_in() -> None:
     near, far = mark(workers=4), mark(workers=3, timeout=5)
     spec = MeshSpec.from_marks([near, far])
     assert (spec.workers, spec.timeout) == (4, 5)
+
+
+def test_a_timeout_may_be_a_timedelta_and_0_means_no_limit() -> None:
+    assert MeshSpec.from_marks([mark(timeout=timedelta(minutes=1))]).timeout == 60
+    assert MeshSpec.from_marks([mark(timeout=0)]).timeout > 1e7
 
 
 def test_replace_merges_options() -> None:
@@ -34,9 +41,11 @@ def test_wrong_marks_are_refused() -> None:
         (mark(workers=True), TypeError, "workers must be an int, but got True"),
         (mark(workers=0), ValueError, "at least 1, but got 0"),
         (mark(processes=1), TypeError, "processes must be a bool"),
-        (mark(timeout=0), ValueError, "positive number of seconds"),
-        (mark(timeout=float("nan")), ValueError, "positive number of seconds"),
-        (mark(timeout=float("inf")), ValueError, "positive number of seconds"),
+        (mark(timeout="1"), TypeError, "timeout must be a number of seconds"),
+        *(
+            (mark(timeout=each), OptionError, r"timeout must be 0 \(no limit\) to")
+            for each in (-1, timedelta(seconds=-1), float("nan"), float("inf"))
+        ),
         (mark(options=[]), TypeError, "options must be a mapping"),
     ):
         with pytest.raises(error, match=match):

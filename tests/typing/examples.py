@@ -121,6 +121,27 @@ def all_workers(worker: zrpc.WorkerInfo) -> None:
         assert_type(me, zrpc.WorkerInfo)
 
 
+def timeouts(limit: timedelta, rref: RRef[str], queue: RRef[Queue[int]]) -> None:
+    workers = zrpc.group("rollout*", timeout=limit)
+    assert_type(zrpc.rpc_sync("worker1", length, ("a",), timeout=limit), int)
+    assert_type(zrpc.rpc_sync(workers, length, ("a",), timeout=limit), list[int])
+    assert_type(zrpc.rpc_async("worker1", length, ("a",), timeout=limit), Future[int])
+    assert_type(zrpc.remote("worker1", length, ("a",), timeout=limit), RRef[int])
+    assert_type(zrpc.rpc_stream(1, letters, timeout=limit, deadline=limit), Stream[str])
+    assert_type(rref.to_here(limit), str)
+    assert_type(rref.rpc_sync(limit).upper(), str)
+    assert_type(zrpc.wait_all([rref.rpc_async(limit).upper()], limit), list[Any])
+    assert_type(queue.rpc_sync().get(limit), int)
+    assert_type(zrpc.all_gather(1, timeout=limit), dict[str, int])
+    assert_type(zrpc.get_actor("counter", limit), RRef[Any])
+    assert_type(zrpc.current_call().wait_cancelled(limit), bool)
+    zrpc.barrier(timeout=limit)
+    zrpc.set_rpc_timeout(limit)
+    zrpc.batched(max_wait=limit)
+    with zrpc.session(shutdown_timeout=limit), zrpc.local_mesh(timeout=limit):
+        zrpc.shutdown(timeout=limit)
+
+
 def checked_arguments() -> None:
     # Those of a partial are checked. Those in `args` are not: see docs/explanation/references.md.
     assert_type(zrpc.rpc_sync("worker1", functools.partial(length, "a")), int)

@@ -46,6 +46,7 @@ from zrpc.calls.last_calls import read_hops
 from zrpc.calls.main_copies import fetching
 from zrpc.calls.outbox import Outbox
 from zrpc.calls.recorder import Recorder
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError
 from zrpc.membership.hooks import Hooks
 from zrpc.membership.liveness import LivenessMonitor
@@ -264,7 +265,7 @@ class Agent:
         """The members whose messages, other than answers, this worker waits for."""
         return {member for service in self.services for member in service.awaited_members()}
 
-    def shutdown(self, graceful: bool = True, timeout: float = 0) -> None:
+    def shutdown(self, graceful: bool = True, timeout: Seconds = 0) -> None:
         """Leaves the mesh, and ends all that this agent has started. Idempotent.
 
         Args:

@@ -14,6 +14,7 @@ import zmq
 from zrpc.agent.peers import LeaveMessage
 from zrpc.agent.shutdown import Phase, Quiescence, Shutdown
 from zrpc.calls.last_calls import LastCalls
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError, RpcTimeoutError
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
@@ -79,7 +80,7 @@ class Closing:
 
     # -- in any thread ---------------------------------------------------------------------
 
-    def shutdown(self, graceful: bool, timeout: float) -> None:
+    def shutdown(self, graceful: bool, timeout: Seconds) -> None:
         """Leaves the mesh, and ends all that the agent has started; see `Agent.shutdown`."""
         agent = self._agent
         own = in_pool(agent.pool) or in_pool(agent.completions) or agent.event_loop.runs_here()

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ from zrpc.calls.pending_call import DEFAULT_LIMIT, OWN_LIMIT, Follower, Limit, P
 from zrpc.calls.pending_calls import PendingCalls
 from zrpc.calls.recorder import Recorder
 from zrpc.calls.unmapped import name_argument
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import (
     RpcError,
     WorkerDied,
@@ -97,7 +96,7 @@ class Caller:
         self.recorder: Recorder | None = None
         self.last_calls: LastCalls | None = None
 
-    def timeout(self, seconds: float | timedelta) -> float:
+    def timeout(self, seconds: Seconds) -> float:
         """Returns how long a wait may take, in seconds: 0 for no limit; see `time_limit`.
 
         Raises:
@@ -108,7 +107,7 @@ class Caller:
             raise deadline_passed("the request", limit)
         return limit
 
-    def time_limit(self, seconds: float | timedelta) -> float:
+    def time_limit(self, seconds: Seconds) -> float:
         """Returns how long a call may take, in seconds: the default for -1, 0 for no limit.
 
         It is below 0 if the deadline has passed.
@@ -118,7 +117,7 @@ class Caller:
     # -- a call, from top to bottom --------------------------------------------------------
 
     def call(
-        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: float, **options: Unpack[CallOptions]
+        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: Seconds, **options: Unpack[CallOptions]
     ) -> Any:
         """Sends a request and waits for the answer's value; see `call_async`."""
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
@@ -148,7 +147,7 @@ class Caller:
                 call.observation.end()
 
     def call_async(
-        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: float, **options: Unpack[CallOptions]
+        self, to: WorkerInfo, kind: Kind, obj: Any, timeout: Seconds, **options: Unpack[CallOptions]
     ) -> Future[Any]:
         """Sends a request and returns a future of the answer's value.
 
@@ -175,7 +174,7 @@ class Caller:
         to: WorkerInfo,
         kind: Kind,
         obj: Any,
-        timeout: float,
+        timeout: Seconds,
         follower: Follower,
         undo: Callable[[], None] | None = None,
         **options: Unpack[CallOptions],
@@ -199,7 +198,7 @@ class Caller:
         to: WorkerInfo,
         kind: Kind,
         obj: Any,
-        timeout: float,
+        timeout: Seconds,
         follow: Callable[[PendingCall, Message], T],
         **options: Unpack[CallOptions],
     ) -> T:
@@ -244,7 +243,7 @@ class Caller:
         to: WorkerInfo,
         kind: Kind,
         obj: Any,
-        timeout: float,
+        timeout: Seconds,
         *,
         waits: bool = False,
         extension: tuple[int, bytes] | None = None,

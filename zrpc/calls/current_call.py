@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 
 from zrpc.calls.cancel_scope import CancelScope, activate, current_scope, deactivate
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.options import call_timeout
 
 
 class Call:
@@ -44,19 +46,19 @@ class Call:
         """Returns for how many seconds the caller still waits, 0 or more; None for no limit."""
         return self._scope.remaining()
 
-    def wait_cancelled(self, timeout: float | None = None) -> bool:
+    def wait_cancelled(self, timeout: Seconds | None = None) -> bool:
         """Waits until the caller no longer waits for the result. Not for coroutines.
 
         Use it instead of ``time.sleep`` so that a handler can stop early. While it waits, the
         worker may run another handler in its place.
 
         Args:
-            timeout: seconds; None for no limit.
+            timeout: seconds, 0 to look only; None for no limit.
 
         Returns:
             `cancelled`.
         """
-        return self._scope.wait(timeout)
+        return self._scope.wait(None if timeout is None else call_timeout(timeout))
 
     @contextlib.contextmanager
     def shield(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import torch
 
 from zrpc.calls import trampoline
 from zrpc.calls.future import Future
+from zrpc.constants import Seconds
 from zrpc.errors import RpcTimeoutError
 from zrpc.options import checked_timeout
 from zrpc.runtime import garbage_collector
@@ -29,7 +30,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=torch.futures.Future[Any])
 
 
-def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
+def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: Seconds | None = None) -> list[T]:
     """Waits for all of some futures and returns their values, in the order of the futures.
 
     The first error that one of them gets is raised at once, without waiting for the others, whose
@@ -93,7 +94,7 @@ def collect_all(futures: Iterable[F]) -> Future[list[F]]:
     return _Collection(_checked(futures)).result
 
 
-def as_completed(futures: Iterable[F], timeout: float | None = None) -> Iterator[F]:
+def as_completed(futures: Iterable[F], timeout: Seconds | None = None) -> Iterator[F]:
     """Returns an iterator over these futures in the order in which they are done.
 
     Failed futures are among them: ask each for its value.

@@ -13,7 +13,7 @@ from typing import Self
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import find_agent
-from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, Seconds
 from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.driver.processes import WorkerProcesses, check_interpreter
 from zrpc.errors import RendezvousError, RpcError
@@ -227,7 +227,7 @@ class DriverMesh:
         """The process ids of the workers that run, by their names, if `start_mesh` started them."""
         return {} if self._processes is None else self._processes.pids
 
-    def close(self, graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    def close(self, graceful: bool = True, timeout: Seconds = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         """Leaves the mesh, and ends it if `start_mesh` started it. Later calls do nothing.
 
         Args:

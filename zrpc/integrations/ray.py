@@ -18,7 +18,7 @@ from torch.distributed import Store
 
 from zrpc.agent.agent import Agent
 from zrpc.agent.current import find_agent
-from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT
+from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, Seconds
 from zrpc.driver.place import DRIVER, MeetingPlace
 from zrpc.errors import RendezvousError, RpcError
 from zrpc.launch.port import ReservedPort
@@ -66,7 +66,7 @@ def start_mesh(
     *,
     max_restarts: int = 0,
     rpc_backend_options: ZmqRpcBackendOptions | None = None,
-    shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT,
+    shutdown_timeout: Seconds = DEFAULT_SHUTDOWN_TIMEOUT,
 ) -> Iterator[RayMesh]:
     """Starts workers in Ray actors, for a ``with`` statement; this process is a member too.
 
@@ -272,7 +272,7 @@ def _join_with(actors: Sequence[Any], place: MeetingPlace, store: Store) -> Agen
         raise
 
 
-def _serve(agent: Agent, mesh: RayMesh, timeout: float) -> Iterator[RayMesh]:
+def _serve(agent: Agent, mesh: RayMesh, timeout: Seconds) -> Iterator[RayMesh]:
     """Lends the mesh to the program; all leave it afterwards."""
     try:
         yield mesh

@@ -25,6 +25,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.agent.service import Service
 from zrpc.calls.future import Future
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.functions import async_execution
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -110,7 +111,7 @@ class Collectives(Service):
         self._lock = UninterruptedLock()
         self._teams: defaultdict[Names, _Team] = defaultdict(_Team)
 
-    def gather(self, value: Any, workers: Iterable[str] | None, timeout: float) -> dict[str, Any]:
+    def gather(self, value: Any, workers: Iterable[str] | None, timeout: Seconds) -> dict[str, Any]:
         """Contributes ``value``, and waits for the values of all others.
 
         Returns the values by the workers' names.

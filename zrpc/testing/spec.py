@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
+
+from zrpc.errors import OptionError
 
 if TYPE_CHECKING:
     import pytest
@@ -22,7 +25,8 @@ class MeshSpec:
     Args:
         workers: the number of workers; they are named ``worker0``, ``worker1``, …
         processes: whether each worker is a process; otherwise it is a thread of this process.
-        timeout: seconds that the whole test may take, including the mesh's start and shutdown.
+        timeout: seconds that the whole test may take, including the mesh's start and shutdown, or a
+            ``timedelta``; 0 means no limit.
         options: keyword arguments for `zrpc.ZmqRpcBackendOptions`.
         leaks: whether it is an error if a passing test leaves something behind.
         restarts: whether killed workers can be restarted, see ``Mesh.restart``.
@@ -49,7 +53,7 @@ class MeshSpec:
     def __post_init__(self) -> None:
         expected: dict[str, tuple[type | tuple[type, ...], str]] = {
             "workers": (int, "an int"),
-            "timeout": ((int, float), "a number"),
+            "timeout": ((int, float, timedelta), "a number of seconds"),
             "options": (Mapping, "a mapping"),
         }
         for name, value in vars(self).items():
@@ -58,8 +62,13 @@ class MeshSpec:
                 raise TypeError(f"{name} must be {wanted}, but got {value!r}")
         if self.workers < 1:
             raise ValueError(f"workers must be at least 1, but got {self.workers}")
-        if not 0 < self.timeout <= NO_DEADLINE_SECONDS:
-            raise ValueError(f"timeout must be a positive number of seconds, got {self.timeout}")
+        limit: Any = self.timeout
+        seconds = limit.total_seconds() if isinstance(limit, timedelta) else limit
+        if not 0 <= seconds <= NO_DEADLINE_SECONDS:
+            raise OptionError(
+                f"timeout must be 0 (no limit) to {NO_DEADLINE_SECONDS:g} seconds, but got {limit}"
+            )
+        object.__setattr__(self, "timeout", seconds or NO_DEADLINE_SECONDS)
 
     @classmethod
     def from_marks(cls, marks: Iterable[pytest.Mark]) -> MeshSpec:

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from zrpc.constants import Seconds
 from zrpc.testing.mesh import Mesh
-from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, NO_DEADLINE_SECONDS, MeshSpec
+from zrpc.testing.spec import DEFAULT_TIMEOUT, DEFAULT_WORKERS, MeshSpec
 from zrpc.testing.watchdog import Entry, Watchdog, print_report
 
 # A worker that fails to start is reported at once. But in a mesh of threads the others wait for
@@ -107,7 +108,7 @@ def local_mesh(
     workers: int = DEFAULT_WORKERS,
     *,
     processes: bool = False,
-    timeout: float | None = DEFAULT_TIMEOUT,
+    timeout: Seconds | None = DEFAULT_TIMEOUT,
     options: Mapping[str, Any] | None = None,
     faults: bool = False,
 ) -> Iterator[Mesh]:
@@ -138,8 +139,8 @@ def local_mesh(
         ...     mesh.run_all(lambda: zrpc.get_worker_info().name)
         ['worker0', 'worker1']
     """
-    seconds = NO_DEADLINE_SECONDS if timeout in (None, 0) else timeout
-    spec = MeshSpec(workers, processes, seconds, options or {}, faults=faults)
+    limit: Any = timeout or 0  # the specification has it in seconds
+    spec = MeshSpec(workers, processes, limit, options or {}, faults=faults)
     warm_up(processes)
     entry = Entry(sys._getframe().f_back)
     with Watchdog(spec.timeout, last_resort=print_report, entry=entry) as watchdog:

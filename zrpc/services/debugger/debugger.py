@@ -15,6 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from zrpc.agent.current import find_agent
+from zrpc.constants import Seconds
 from zrpc.errors import RemoteError
 from zrpc.options import checked_timeout
 from zrpc.runtime.forks import free_in_child
@@ -27,7 +28,7 @@ _turn = free_in_child(threading.Lock())
 _PACKAGE = __name__.partition(".")[0]
 
 
-def breakpoint(timeout: float = 0) -> None:
+def breakpoint(timeout: Seconds = 0) -> None:
     """Stops here, and opens pdb at the terminal of ``zrpc launch`` or ``zrpc debug``.
 
     All threads of this worker but the present one keep running, and so do the other workers. Until

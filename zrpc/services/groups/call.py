@@ -18,6 +18,7 @@ from zrpc.calls.function_names import name_of
 from zrpc.calls.future_error import without_frames
 from zrpc.calls.pending_calls import OVERHEAD_BYTES
 from zrpc.calls.unmapped import name_argument
+from zrpc.constants import Seconds
 from zrpc.errors import RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
@@ -153,7 +154,7 @@ class GroupCall:
         agent: Agent,
         targets: Sequence[Target],
         body: tuple[Any, Any, Any],
-        timeout: float,
+        timeout: Seconds,
         joining: Joining | None = None,
     ) -> None:
         self.agent = agent
@@ -335,7 +336,7 @@ class GroupCall:
                 failure = without_frames(error)  # they refer to what goes to the other members
             yield place, asked, failure
 
-    def time_left(self) -> float:
+    def time_left(self) -> Seconds:
         """Returns the timeout of a request that is sent now.
 
         Raises:

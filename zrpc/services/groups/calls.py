@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from zrpc.calls.future import Future
+from zrpc.constants import Seconds
 from zrpc.errors import GroupError
 from zrpc.services.groups.call import GroupCall
 from zrpc.services.groups.future import GroupFuture
@@ -71,7 +72,7 @@ def make_each(call: GroupCall) -> list[Any]:
     return [value for _, value in sorted(made.items())]
 
 
-def stream_each(call: GroupCall, timeout: float) -> Stream[Any]:
+def stream_each(call: GroupCall, timeout: Seconds) -> Stream[Any]:
     """Calls a generator of each member, and returns the stream of all items.
 
     Args:

@@ -16,7 +16,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.future import Future
-from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import NotInitializedError, RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.thread_pool import pass_gate
@@ -129,16 +129,16 @@ class WorkerGroup(Group[str]):
             names = self.members
         return f"<group of workers: {live}{', '.join(names)}>"
 
-    def call(self, body: Any, timeout: float) -> list[Any]:
+    def call(self, body: Any, timeout: Seconds) -> list[Any]:
         """Does what `zrpc.rpc_sync` does for a group."""
         return _results(self.call_async(body, timeout))
 
-    def call_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
+    def call_async(self, body: Any, timeout: Seconds) -> GroupFuture[Any]:
         """Does what `zrpc.rpc_async` does for a group."""
         call_async = current_agent().caller.call_async
         return call_each(self._call(lambda to: partial(call_async, to, Kind.CALL), body, timeout))
 
-    def stream(self, body: Any, timeout: float, prefetch: int, deadline: float) -> Stream[Any]:
+    def stream(self, body: Any, timeout: Seconds, prefetch: int, deadline: Seconds) -> Stream[Any]:
         """Does what `zrpc.rpc_stream` does for a group."""
         options: Any = {"timeout": timeout, "prefetch": checked_prefetch(prefetch)}
         deadline = checked_deadline(deadline)
@@ -146,13 +146,13 @@ class WorkerGroup(Group[str]):
         call = self._call(lambda to: _asking(partial(opens, to, **options)), body, deadline)
         return stream_each(call, timeout)
 
-    def create(self, body: Any, timeout: float) -> RRefGroup[Any]:
+    def create(self, body: Any, timeout: Seconds) -> RRefGroup[Any]:
         """Does what `zrpc.remote` does for a group."""
         body = as_actor_class(body[0]), *body[1:]
         create = partial(RRef._create, current_agent(), made_by=body[0])
         return RRefGroup(make_each(self._call(lambda to: partial(create, to), body, timeout)))
 
-    def _call(self, ask: Callable[[WorkerInfo], Any], body: Any, timeout: float) -> GroupCall:
+    def _call(self, ask: Callable[[WorkerInfo], Any], body: Any, timeout: Seconds) -> GroupCall:
         """Returns a call of the workers, which is asked of one by what ``ask`` returns for it.
 
         Raises:
@@ -191,7 +191,7 @@ class RRefGroup(Group[RRef[T]]):
     def __repr__(self) -> str:
         return f"<group of RRefs: {', '.join(map(repr, self._members))}>"
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[list[Any]]:
+    def rpc_sync(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> Proxy[list[Any]]:
         """Returns a proxy whose methods run on each value, and return the list of their results.
 
         Args:
@@ -200,11 +200,11 @@ class RRefGroup(Group[RRef[T]]):
         """
         return Proxy(self._ask, timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[GroupFuture[Any]]:
+    def rpc_async(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> Proxy[GroupFuture[Any]]:
         """Like `rpc_sync`, but the methods return a future of the list at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRefGroup[Any]]:
+    def remote(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> Proxy[RRefGroup[Any]]:
         """Like `rpc_sync`, but the results stay at their owners, and the methods return groups.
 
         The first use of a method's name asks whether the values have that method, as that of an
@@ -214,9 +214,9 @@ class RRefGroup(Group[RRef[T]]):
 
     def rpc_stream(
         self,
-        timeout: float = UNSET_RPC_TIMEOUT,
+        timeout: Seconds = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
-        deadline: float = 0,
+        deadline: Seconds = 0,
     ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of all items.
 
@@ -235,7 +235,7 @@ class RRefGroup(Group[RRef[T]]):
         limits = checked_prefetch(prefetch), checked_deadline(deadline)
         return Proxy(partial(self._ask_for_items, *limits), timeout)
 
-    def ready(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    def ready(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> None:
         """Waits until all values are made; see `zrpc.RRef.ready`.
 
         Args:
@@ -250,7 +250,7 @@ class RRefGroup(Group[RRef[T]]):
         """
         self._ask_each(timeout, lambda rref, call: rref._ask_beside(READY, timeout, call))
 
-    def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    def stop(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> None:
         """Ends the actors, all at the same time; see `zrpc.RRef.stop`.
 
         Args:
@@ -268,7 +268,7 @@ class RRefGroup(Group[RRef[T]]):
         self._ask_each(timeout, lambda rref, call: rref._orders().stop(rref, timeout, call))
 
     def _ask_each(
-        self, timeout: float, ask: Callable[[RRef[T], Callable[..., Any]], Future[Any] | None]
+        self, timeout: Seconds, ask: Callable[[RRef[T], Callable[..., Any]], Future[Any] | None]
     ) -> None:
         """Asks the owners of all values by ``ask(rref, call_async)``, and waits for the answers.
 
@@ -292,19 +292,19 @@ class RRefGroup(Group[RRef[T]]):
 
         _results(future_of_all(asked(), [rref.owner_name() for rref in self._members]))
 
-    def _ask_for_items(self, prefetch: int, deadline: float, body: Any, timeout: float) -> Any:
+    def _ask_for_items(self, prefetch: int, deadline: Seconds, body: Any, timeout: Seconds) -> Any:
         def ask(rref: RRef[T]) -> Any:
             return _asking(partial(rref._ask_for_items, prefetch, timeout=timeout))
 
         return stream_each(self._call(ask, body, deadline), timeout)
 
-    def _ask(self, body: Any, timeout: float) -> list[Any]:
+    def _ask(self, body: Any, timeout: Seconds) -> list[Any]:
         return _results(self._ask_async(body, timeout))
 
-    def _ask_async(self, body: Any, timeout: float) -> GroupFuture[Any]:
+    def _ask_async(self, body: Any, timeout: Seconds) -> GroupFuture[Any]:
         return call_each(self._call(lambda rref: rref._ask_async, body, timeout))
 
-    def _ask_remotely(self, body: Any, timeout: float) -> RRefGroup[Any]:
+    def _ask_remotely(self, body: Any, timeout: Seconds) -> RRefGroup[Any]:
         name, _, _ = body
         unknown = RRefGroup([rref for rref in self._members if name not in rref._methods])
         if unknown:
@@ -313,7 +313,7 @@ class RRefGroup(Group[RRef[T]]):
             rref._methods |= {name}
         return RRefGroup(make_each(self._call(lambda rref: rref._ask_for_value, body, timeout)))
 
-    def _call(self, ask: Callable[[RRef[T]], Any], body: Any, timeout: float) -> GroupCall:
+    def _call(self, ask: Callable[[RRef[T]], Any], body: Any, timeout: Seconds) -> GroupCall:
         """Returns a call of the values, which is asked of one by what ``ask`` returns for it."""
         targets = [Target(rref.owner(), ask(rref)) for rref in self._members]
         return GroupCall(self._agent(), targets, body, timeout)
@@ -337,7 +337,7 @@ def _results(future: Future[list[Any]]) -> list[Any]:
 
 
 def gather(
-    agent: Agent, members: str | Iterable[Any], size: int | None, timeout: float, live: bool
+    agent: Agent, members: str | Iterable[Any], size: int | None, timeout: Seconds, live: bool
 ) -> WorkerGroup | RRefGroup[Any]:
     """Returns a new group; see `zrpc.group`."""
     if isinstance(members, str):

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.future_error import without_frames
+from zrpc.constants import Seconds
 from zrpc.errors import GroupError
 from zrpc.runtime.interrupts import raise_if_of_handler, uninterrupted
 from zrpc.services.groups.call import GroupCall
@@ -217,7 +218,7 @@ class StreamSharer(Sharer):
         return len(self._merged.opened()) < 2 * len(self._targets)
 
     @override
-    def _give(self, item: int, place: int, body: Any, seconds: float) -> None:
+    def _give(self, item: int, place: int, body: Any, seconds: Seconds) -> None:
         stream = self._targets[place].ask(body, seconds, plain=True)
         self._given[stream.source] = place
         self._merged.add(item, stream)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from zrpc.calls.future import Future
 from zrpc.calls.future_error import without_frames
+from zrpc.constants import Seconds
 from zrpc.errors import WorkerDied, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
@@ -119,7 +120,7 @@ class Sharer(ABC):
             self._on_error(item, place, error)
 
     @abstractmethod
-    def _give(self, item: int, place: int, body: Any, seconds: float) -> None:
+    def _give(self, item: int, place: int, body: Any, seconds: Seconds) -> None:
         """Sends an item to a member."""
 
     @abstractmethod
@@ -202,7 +203,7 @@ class _CallSharer(Sharer):
         self.parts = [_Item() for _ in self._items]
 
     @override
-    def _give(self, item: int, place: int, body: Any, seconds: float) -> None:
+    def _give(self, item: int, place: int, body: Any, seconds: Seconds) -> None:
         part = self.parts[item]
         if part.done():  # it was cancelled
             self._take_back(place)

@@ -14,6 +14,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.current import current_agent
 from zrpc.calls.function_names import name_of
 from zrpc.calls.future import Future
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
@@ -29,7 +30,7 @@ _MAX_NAME = 1024
 
 
 def make_named(
-    agent: Agent, to: WorkerInfo, body: Any, timeout: float, name: str, exist_ok: bool
+    agent: Agent, to: WorkerInfo, body: Any, timeout: Seconds, name: str, exist_ok: bool
 ) -> RRef[Any]:
     """Makes an actor under a name; returns when it has the name.
 
@@ -70,7 +71,7 @@ def make_named(
         raise error
 
 
-def find_named(agent: Agent, name: str, timeout: float) -> RRef[Any]:
+def find_named(agent: Agent, name: str, timeout: Seconds) -> RRef[Any]:
     """Waits until an actor has a name; returns a reference to it.
 
     Raises:
@@ -110,7 +111,7 @@ def _claim(
     agent: Agent,
     to: WorkerInfo,
     body: Any,
-    timeout: float,
+    timeout: Seconds,
     deadline: Deadline,
     name: str,
     past: Holder | None,

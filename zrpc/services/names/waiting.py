@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from zrpc.agent.agent import Agent
 from zrpc.calls.cancel_scope import current_scope
+from zrpc.constants import Seconds
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.wire.member_id import NOBODY, MemberId
@@ -28,7 +29,7 @@ class Deadline:
         timeout: seconds; 0 means no limit.
     """
 
-    def __init__(self, agent: Agent, timeout: float) -> None:
+    def __init__(self, agent: Agent, timeout: Seconds) -> None:
         seconds, scope = agent.caller.timeout(timeout), current_scope()
         self.timeout = seconds if scope is None else scope.bounded(seconds)
         self._end = time.monotonic() + self.timeout

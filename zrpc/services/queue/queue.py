@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Generic, NoReturn, TypeVar
 
 from zrpc.actors import actor
 from zrpc.calls.cancel_scope import current_scope
+from zrpc.constants import Seconds
 from zrpc.errors import OptionError, RpcCancelledError, RpcError
 from zrpc.functions import DEFERRAL, Deferral
 from zrpc.runtime.event_loop import running_loop
@@ -47,16 +49,18 @@ def _waits(make: F) -> F:
     return method  # type: ignore[return-value]
 
 
-def _putter(item: Any, timeout: float | None) -> Any:
+def _putter(item: Any, timeout: Seconds | None) -> Any:
     size, _ = measure(item)
     return Waiter(timeout=_checked(timeout), items=[Item(item, size)])
 
 
-def _taker(most: int, timeout: float | None, batch: bool = False) -> Any:
+def _taker(most: int, timeout: Seconds | None, batch: bool = False) -> Any:
     return Waiter(most, batch, _checked(timeout))
 
 
-def _checked(timeout: float | None) -> float | None:
+def _checked(timeout: Seconds | None) -> float | None:
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
     if isinstance(timeout, bool):  # 1 second, though the standard library's means no limit
         raise OptionError(
             f"expected a timeout in seconds, or None, got {timeout}: there is no argument `block`, "
@@ -113,7 +117,7 @@ class Queue(Generic[T]):
         self.contents = Contents(maxsize, maxbytes)
 
     @_waits
-    def put(self, item: T, timeout: float | None = None) -> None:
+    def put(self, item: T, timeout: Seconds | None = None) -> None:
         """Adds an item at the end; waits until there is room.
 
         Args:
@@ -128,7 +132,7 @@ class Queue(Generic[T]):
         return _putter(item, timeout)  # type: ignore[no-any-return]
 
     @_waits
-    def get(self, timeout: float | None = None) -> T:
+    def get(self, timeout: Seconds | None = None) -> T:
         """Takes the first item; waits until there is one.
 
         Args:
@@ -142,7 +146,7 @@ class Queue(Generic[T]):
         return _taker(1, timeout)  # type: ignore[no-any-return]
 
     @_waits
-    def get_batch(self, n: int, timeout: float | None = None) -> list[T]:
+    def get_batch(self, n: int, timeout: Seconds | None = None) -> list[T]:
         """Takes the first items, at most ``n``; waits until there is one. Raises as `get`."""
         if not isinstance(n, int) or n < 1:
             raise OptionError(f"expected a batch of 1 or more items, got {n!r}")

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.pending_call import PendingCall
+from zrpc.constants import Seconds
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError, WorkerDied, raised_again
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.order import CallOrder
@@ -55,7 +56,7 @@ class Creation:
     def start(
         self,
         body: Any,
-        timeout: float,
+        timeout: Seconds,
         subject_id: RRefId | None,
         **options: Unpack[CallOptions],
     ) -> OwnedValue | None:

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import Unpack
 
 from zrpc.calls.call_options import CallOptions
+from zrpc.constants import Seconds
 from zrpc.membership.worker_info import WorkerInfo
 
 # A function, its arguments and its keyword arguments; and what returns them.
@@ -34,9 +35,9 @@ class MakesStreams(ABC):
         self,
         to: WorkerInfo,
         body: Any,
-        timeout: float,
+        timeout: Seconds,
         prefetch: int,
-        deadline: float,
+        deadline: Seconds,
         plain: bool = False,
         **options: Unpack[CallOptions],
     ) -> Any:

@@ -36,7 +36,7 @@ from zrpc.agent.service import Service
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.future import Future
 from zrpc.calls.future_group import collect_all
-from zrpc.constants import UNSET_RPC_TIMEOUT
+from zrpc.constants import UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import OwnerDied, RpcError, WorkerDied
 from zrpc.functions import async_execution
 from zrpc.membership.worker_info import WorkerInfo
@@ -247,7 +247,7 @@ class ActorOrders(Service):
         self._refuse(rref_id, owner)
         return False
 
-    def stop(self, rref: Any, timeout: float, call: Callable[..., Any] | None = None) -> Any:
+    def stop(self, rref: Any, timeout: Seconds, call: Callable[..., Any] | None = None) -> Any:
         """Does what `RRef.stop` does; with ``caller.call_async`` it returns a future of that."""
         caller, order = self.agent.caller, rref._order
         told = ended = None
@@ -281,7 +281,7 @@ class ActorOrders(Service):
             rref._check()
 
     def end_restarts(
-        self, rref_id: RRefId, owner: MemberId, timeout: float, **about: Unpack[CallOptions]
+        self, rref_id: RRefId, owner: MemberId, timeout: Seconds, **about: Unpack[CallOptions]
     ) -> Future[bool] | None:
         """Lets an actor not be made again, see `forget`; returns None if no other worker makes it.
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Generic, TypeVar
 
+from zrpc.constants import Seconds
 from zrpc.services.rref.value import ITSELF
 
 R = TypeVar("R")
@@ -34,7 +35,7 @@ class Proxy(Generic[R]):
     # torch's compiler expects a dictionary of an object that has any attribute.
     __slots__ = ("__dict__", "__weakref__", "_ask", "_timeout")
 
-    def __init__(self, ask: Callable[[Any, float], R], timeout: float) -> None:
+    def __init__(self, ask: Callable[[Any, Seconds], R], timeout: Seconds) -> None:
         self._ask = ask
         self._timeout = timeout
 
@@ -62,7 +63,9 @@ class Proxy(Generic[R]):
         return Proxy, (self._ask, self._timeout)
 
 
-def _call(ask: Callable[[Any, float], R], timeout: float, name: str, /, *args: Any, **kw: Any) -> R:
+def _call(
+    ask: Callable[[Any, Seconds], R], timeout: Seconds, name: str, /, *args: Any, **kw: Any
+) -> R:
     return ask((name, args, kw), timeout)
 
 

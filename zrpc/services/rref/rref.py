@@ -14,7 +14,7 @@ from zrpc.agent.current import agent_that_is_set
 from zrpc.calls.call_options import CallOptions
 from zrpc.calls.cancel_scope import current_scope
 from zrpc.calls.future import Future
-from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT
+from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.actors.mailbox import BESIDE
@@ -131,7 +131,7 @@ class RRef(Generic[T]):
         agent: Agent,
         to: WorkerInfo,
         body: Any,
-        timeout: float,
+        timeout: Seconds,
         subject: RRef[Any] | None = None,
         rref_id: RRefId | None = None,
         more: Extensions = (),
@@ -204,7 +204,7 @@ class RRef(Generic[T]):
         """Returns whether the owner knows of this RRef; always true at the owner."""
         return self._fork_id is None or self._service.is_confirmed(self._fork_id)
 
-    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+    def to_here(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> T:
         """Waits for the value, and returns a copy of it; at the owner, the value itself.
 
         Args:
@@ -245,7 +245,7 @@ class RRef(Generic[T]):
         self._wait_here(0)
         return self._value.get()  # type: ignore[no-any-return]
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+    def rpc_sync(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> T:
         """Returns a proxy whose methods run on the value at its owner, and return their results.
 
         ``rref.rpc_sync().f(x)`` costs one message each way. ``rref.rpc_sync()(x)`` calls the value
@@ -257,11 +257,11 @@ class RRef(Generic[T]):
         """
         return Proxy(self._ask, timeout)  # type: ignore[return-value]
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[Future[Any]]:
+    def rpc_async(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> Proxy[Future[Any]]:
         """Like `rpc_sync`, but the methods return a Future at once."""
         return Proxy(self._ask_async, timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
+    def remote(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> Proxy[RRef[Any]]:
         """Like `rpc_sync`, but the results stay at the owner, and the methods return RRefs.
 
         The first use of a method's name asks the owner, and raises AttributeError or TypeError.
@@ -270,9 +270,9 @@ class RRef(Generic[T]):
 
     def rpc_stream(
         self,
-        timeout: float = UNSET_RPC_TIMEOUT,
+        timeout: Seconds = UNSET_RPC_TIMEOUT,
         prefetch: int = DEFAULT_PREFETCH,
-        deadline: float = 0,
+        deadline: Seconds = 0,
     ) -> Proxy[Stream[Any]]:
         """Like `rpc_sync`, for methods that are generators: each returns a Stream of its items.
 
@@ -308,7 +308,7 @@ class RRef(Generic[T]):
         autograd = self._service.agent.service(BackwardOfValue)  # type: ignore[type-abstract]
         autograd.backward_of_value(self._owner, self, dist_autograd_ctx_id, retain_graph)
 
-    def ready(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    def ready(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> None:
         """Waits until the value is made. It copies nothing, and does not wait for an actor's calls.
 
         Args:
@@ -324,7 +324,7 @@ class RRef(Generic[T]):
         """
         self._ask_beside(READY, timeout)
 
-    def stop(self, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    def stop(self, timeout: Seconds = UNSET_RPC_TIMEOUT) -> None:
         """Ends an actor: returns when its running calls have ended and it is closed.
 
         Calls that wait, and those that are made later, fail with ``executed`` False. Then the
@@ -360,7 +360,7 @@ class RRef(Generic[T]):
             about["order"] = Beside(self._order, beside) if beside else self._order
         return about
 
-    def _ask(self, body: Any, timeout: float, kind: Kind = Kind.METHOD) -> Any:
+    def _ask(self, body: Any, timeout: Seconds, kind: Kind = Kind.METHOD) -> Any:
         """Asks the owner about the value, and waits for the answer."""
         self._check()
         extension = Tag.SUBJECT, pack_id(*self._rref_id)
@@ -380,20 +380,22 @@ class RRef(Generic[T]):
                 raise error_of_creation(self._failure, self._order) from None
             raise
 
-    def _ask_beside(self, name: str, timeout: float, call: Callable[..., Any] | None = None) -> Any:
+    def _ask_beside(
+        self, name: str, timeout: Seconds, call: Callable[..., Any] | None = None
+    ) -> Any:
         """Asks the owner whether there is a value that has a method; waits for no call of it."""
         self._check()
         call, about = call or self._service.caller.call, self._about(name, pack_id(*BESIDE))
         return call(self._owner, Kind.METHOD, (name, None, None), timeout, **about)
 
-    def _wait_here(self, timeout: float) -> None:
+    def _wait_here(self, timeout: Seconds) -> None:
         """Waits in a handler at the owner until there is a value: by a call, which can be seen."""
         assert self._value is not None
         if not self._value.ready and current_scope() is not None:
             with contextlib.suppress(Exception):  # of what was to make the value, or a time-out
                 self._ask_beside(READY, timeout)
 
-    def _ask_async(self, body: Any, timeout: float) -> Any:
+    def _ask_async(self, body: Any, timeout: Seconds) -> Any:
         try:
             self._check()
         except Exception as error:  # a call in flight fails by its future when the owner is lost
@@ -404,21 +406,21 @@ class RRef(Generic[T]):
         return self._service.caller.call_async(self._owner, Kind.METHOD, body, timeout, **about)
 
     def _ask_for_items(
-        self, prefetch: int, deadline: float, body: Any, timeout: float, plain: bool = False
+        self, prefetch: int, deadline: Seconds, body: Any, timeout: Seconds, plain: bool = False
     ) -> Any:
         self._check()
         about = self._about()
         streams = self._service.agent.service(MakesStreams)  # type: ignore[type-abstract]
         return streams.open(self._owner, body, timeout, prefetch, deadline, plain, **about)
 
-    def _ask_remotely(self, body: Any, timeout: float) -> Any:
+    def _ask_remotely(self, body: Any, timeout: Seconds) -> Any:
         name, _, _ = body
         if name not in self._methods:
             self._ask_beside(name, timeout)
             self._methods |= {name}
         return self._ask_for_value(body, timeout)
 
-    def _ask_for_value(self, body: Any, timeout: float) -> RRef[Any]:
+    def _ask_for_value(self, body: Any, timeout: Seconds) -> RRef[Any]:
         """Asks a method of the value for another value, which stays at the owner."""
         self._check()
         return self._create(self._service.agent, self._owner, body, timeout, self)

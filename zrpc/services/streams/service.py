@@ -30,6 +30,7 @@ from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
 from zrpc.calls.pending_call import PendingCall
 from zrpc.calls.result_sink import SinkBefore
+from zrpc.constants import Seconds
 from zrpc.errors import (
     NotInitializedError,
     OptionError,
@@ -91,9 +92,9 @@ class StreamService(Service, MakesStreams):
         self,
         to: WorkerInfo,
         body: Any,
-        timeout: float,
+        timeout: Seconds,
         prefetch: int,
-        deadline: float,
+        deadline: Seconds,
         plain: bool = False,
         **options: Unpack[CallOptions],
     ) -> Stream[Any]:
@@ -310,7 +311,7 @@ def checked_prefetch(prefetch: Any) -> int:
     return min(prefetch, sys.maxsize)
 
 
-def checked_deadline(seconds: float) -> float:
+def checked_deadline(seconds: Seconds) -> Seconds:
     """Returns the seconds that a stream may take, as they are.
 
     Raises:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from datetime import timedelta
 from time import monotonic
 from typing import NamedTuple, Self
 
 import torch
 
 from zrpc.agent.current import current_agent
+from zrpc.constants import Seconds
 from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied, has_shut_down
 from zrpc.options import LONGEST_TIMEOUT, checked_timeout
 from zrpc.runtime.interrupts import UninterruptedLock
@@ -60,9 +60,7 @@ class Subscriber:
         """The version that was loaded last; 0 before the first."""
         return self._version
 
-    def load_into(
-        self, model: Model, at_least: int | None = None, timeout: float | timedelta = 60
-    ) -> int:
+    def load_into(self, model: Model, at_least: int | None = None, timeout: Seconds = 60) -> int:
         """Loads the newest version into a model, in place.
 
         If the model has that version already, from this subscriber, nothing is copied. If nobody
