@@ -98,8 +98,14 @@ async def futures_and_streams(future: Future[int], stream: Stream[str]) -> None:
     assert_type(list(zrpc.as_completed([of_torch])), list[torch.futures.Future[str]])
     assert_type(zrpc.collect_all([future, future]), Future[list[Future[int]]])
     assert_type(zrpc.collect_all([future]).then(lambda done: done.wait()[0].wait()).wait(), int)
-    zrpc.as_completed([1])  # type: ignore[type-var]  # pyright: ignore[reportArgumentType]
-    zrpc.collect_all(future)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    # Futures of several types.
+    texts = zrpc.rpc_async("worker1", str, (1,))
+    assert len(zrpc.wait_all([future, texts], timeout=1)) == 2
+    for each in zrpc.as_completed((future, texts, of_torch)):
+        each.wait()
+    zrpc.collect_all([future, texts]).then(lambda done: [each.wait() for each in done.wait()])
+    zrpc.as_completed([1])  # type: ignore[type-var]  # pyright: ignore[reportCallIssue, reportArgumentType]
+    zrpc.collect_all(future)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     zrpc.wait_all([future])[0].upper()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     for letter in stream:
         assert_type(letter, str)

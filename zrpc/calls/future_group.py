@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from operator import length_hint
 from queue import Empty, SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -26,11 +26,20 @@ from zrpc.runtime.interrupts import run_interruptibly
 from zrpc.runtime.thread_pool import waiting
 
 T = TypeVar("T")
-# Futures of one type: those of torch, or zrpc's, which can do more.
+# Futures of one type: those of torch, or zrpc's, which can do more. For futures of several types,
+# each function has a second signature: of the base class, since mypy takes torch's class for F.
 F = TypeVar("F", bound=torch.futures.Future[Any])
 
 
-def wait_all(futures: Iterable[torch.futures.Future[T]], timeout: Seconds | None = None) -> list[T]:
+@overload
+def wait_all(
+    futures: Iterable[torch.futures.Future[T]], timeout: Seconds | None = ...
+) -> list[T]: ...
+@overload
+def wait_all(
+    futures: Iterable[torch._C.Future[Any]], timeout: Seconds | None = ...
+) -> list[Any]: ...
+def wait_all(futures: Iterable[Any], timeout: Seconds | None = None) -> list[Any]:
     """Waits for all of some futures and returns their values, in the order of the futures.
 
     The first error that one of them gets is raised at once, without waiting for the others, whose
@@ -71,7 +80,13 @@ def _see(future: Any) -> None:
         future.value()
 
 
-def collect_all(futures: Iterable[F]) -> Future[list[F]]:
+@overload
+def collect_all(futures: Iterable[F]) -> Future[list[F]]: ...
+@overload
+def collect_all(
+    futures: Iterable[torch._C.Future[Any]],
+) -> Future[list[torch.futures.Future[Any]]]: ...
+def collect_all(futures: Iterable[Any]) -> Future[list[Any]]:
     """Returns a future of the list of these futures, which is done when all of them are.
 
     The first error that one of them gets completes it at once, with that error.
@@ -94,7 +109,13 @@ def collect_all(futures: Iterable[F]) -> Future[list[F]]:
     return _Collection(_checked(futures)).result
 
 
-def as_completed(futures: Iterable[F], timeout: Seconds | None = None) -> Iterator[F]:
+@overload
+def as_completed(futures: Iterable[F], timeout: Seconds | None = ...) -> Iterator[F]: ...
+@overload
+def as_completed(
+    futures: Iterable[torch._C.Future[Any]], timeout: Seconds | None = ...
+) -> Iterator[torch.futures.Future[Any]]: ...
+def as_completed(futures: Iterable[Any], timeout: Seconds | None = None) -> Iterator[Any]:
     """Returns an iterator over these futures in the order in which they are done.
 
     Failed futures are among them: ask each for its value.
