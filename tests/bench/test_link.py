@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 
 import pytest
 from click.testing import CliRunner
@@ -15,15 +19,40 @@ from zrpc.bench.namespaces import NamespaceError, two_namespaces
 from zrpc.cli import main
 
 
-@pytest.mark.system
-def test_each_way_sends_tensors_of_all_sizes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def _needs_namespaces() -> None:
     try:
         with two_namespaces():
             pass
     except NamespaceError as error:
         pytest.skip(str(error))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_signal_leaves_no_namespace(number: signal.Signals) -> None:
+    program = """if True:
+        import signal
+        from zrpc.bench.namespaces import two_namespaces
+        with two_namespaces() as names:
+            print(*names, flush=True)
+            signal.pause()
+    """
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, stdout=PIPE, stderr=DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        names = process.stdout.readline().split()
+        process.send_signal(number)
+        assert process.wait(30) in (128 + number, -number)
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    assert len(names) == 2
+    assert not any(name in listed.stdout for name in names)
+
+
+@pytest.mark.system
+def test_each_way_sends_tensors_of_all_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = (1 << 10, 1 << 20)
     monkeypatch.setattr(link, "SIZES", sizes)
     monkeypatch.setattr(link, "_RAW_SECONDS", 1)

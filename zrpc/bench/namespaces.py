@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 # The interface in each of them, and the addresses.
 CABLE = "cable"
@@ -25,9 +28,14 @@ class NamespaceError(Exception):
 def two_namespaces() -> Iterator[list[str]]:
     """Makes two connected namespaces; removes them afterwards. Gives their names.
 
+    In the main thread only: meanwhile SIGTERM and SIGHUP raise, since else nothing removes them.
+
     Raises:
         NamespaceError: they can't be made.
+        SystemExit: one of these signals has arrived.
     """
+    stops = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = [signal.signal(number, _exit) for number in stops]
     names = [f"zrpc-bench-{os.getpid()}-{number}" for number in range(2)]
     try:
         for name in names:
@@ -45,6 +53,12 @@ def two_namespaces() -> Iterator[list[str]]:
         for name in names:
             with contextlib.suppress(NamespaceError):
                 _ip("netns", "delete", name)
+        for number, handler in zip(stops, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def enter(name: str) -> None:
