@@ -32,7 +32,8 @@ def command(check: bool, module: bool, script: str, args: tuple[str, ...]) -> No
     distributed autograd, DistributedOptimizer and RemoteModule find zrpc's. All Python processes
     that the program starts run in the same way. All arguments after SCRIPT are its own.
 
-    The exit code is the program's; with --check, 1 if a name is not supported, otherwise 0.
+    The exit code is the program's; with --check, 1 if a name is not supported, 2 if SCRIPT
+    can't be read, otherwise 0.
 
     \b
     Examples:
@@ -61,9 +62,15 @@ def _check(script: str, module: bool) -> None:
     from zrpc.drop_in.check import uses_in_program
 
     try:
-        uses = uses_in_program(script, module)
+        uses, unread = uses_in_program(script, module)
     except FileNotFoundError as error:
         raise click.UsageError(str(error)) from error
+    except (OSError, SyntaxError, ValueError) as error:
+        raise click.UsageError(
+            f"expected a program that this Python can read, but {script!r} is none: {error}"
+        ) from error
+    for line in unread:
+        click.echo(f"not checked: {line}", err=True)
     count = unsupported = 0
     for name, group in groupby(uses, key=lambda use: use.name):
         places = list(group)

@@ -39,7 +39,6 @@ def test_names_are_found_by_what_a_file_calls_them() -> None:
         ("from torch.distributed.optim import ZeroRedundancyOptimizer", []),
         ("import torch.distributed.rpc", []),
         ("from torch.distributed.rpc import *", []),
-        ("import torch.distributed rpc", []),
     ):
         found = {use.name for use in uses_in_source(source, "a.py")}
         assert sorted(name.removeprefix("torch.distributed.") for name in found) == names
@@ -54,12 +53,26 @@ def test_imports_are_followed_without_running_anything(write: Write, tmp_path: P
     write("package/four.py", "from torch.distributed.rpc import shutdown")
     write("package/inner.py", "import torch.distributed.rpc as rpc\n\nrpc.rpc_async")
     write("package/unused.py", "from torch.distributed.rpc import rpc_sync")
-    uses = uses_in_program(str(program))
+    uses, unread = uses_in_program(str(program))
+    assert not unread
     assert [(use.name, Path(use.path).name, use.line) for use in uses] == [
         (f"{RPC}.remote", "three.py", 1),
         (f"{RPC}.rpc_async", "inner.py", 3),
         (f"{RPC}.shutdown", "four.py", 1),
     ]
+
+
+BROKEN = "import torch.distributed.rpc as rpc\nrpc.init_rpc(:\n"
+
+
+def test_an_import_that_cannot_be_read_is_named(write: Write) -> None:
+    program = write("program.py", f"import broken, no_text\nfrom {RPC} import remote")
+    broken, no_text = write("broken.py", BROKEN), write("no_text.py", "")
+    no_text.write_bytes(b"# \xff")
+    uses, unread = uses_in_program(str(program))
+    assert [use.name for use in uses] == [f"{RPC}.remote"]
+    assert [line.partition(":")[0] for line in unread] == [str(broken), str(no_text)]
+    assert "line 2" in unread[0]
 
 
 @pytest.mark.system
@@ -95,3 +108,7 @@ def test_the_command_lists_names_and_places(write: Write, quick_commands: Comman
         ended = quick_commands("-m", "zrpc.cli", "run", "--check", *missing)
         assert f"there is no {'module' if '-m' in missing else 'script'} " in ended.stderr
         assert ended.returncode == 2
+    write("broken.py", BROKEN)
+    ended = quick_commands("-m", "zrpc.cli", "run", "--check", "broken.py")
+    assert "'broken.py' is none: invalid syntax (broken.py, line 2)" in ended.stderr
+    assert ended.returncode == 2

@@ -49,14 +49,15 @@ class Use:
         return None if is_supported(value) else advice(self.name)
 
 
-def uses_in_program(target: str, module: bool = False) -> list[Use]:
+def uses_in_program(target: str, module: bool = False) -> tuple[list[Use], list[str]]:
     """Returns the uses in a script, or a module, and in all modules that it imports.
 
-    The standard library, torch and zrpc are not read. What a program imports by a computed name
-    isn't found.
+    Beside them, it returns which of the imported modules can't be read, and why. The standard
+    library, torch and zrpc are not read. What a program imports by a computed name isn't found.
 
     Raises:
         FileNotFoundError: there is no such script or module.
+        OSError, SyntaxError, ValueError: it can't be read, or this Python can't parse it.
     """
     if module:
         sys.path.insert(0, os.getcwd())
@@ -71,18 +72,27 @@ def uses_in_program(target: str, module: bool = False) -> list[Use]:
         name, path = "__main__", target
         if not os.path.isfile(path):
             raise FileNotFoundError(f"there is no script {target!r}")
-    return sorted(_uses(name, path))
+    found, unread = _uses(name, path)
+    return sorted(found), sorted(unread)
 
 
-def _uses(name: str, path: str) -> set[Use]:
+def _uses(program: str, path: str) -> tuple[set[Use], list[str]]:
     found: set[Use] = set()
-    seen = {name}
-    to_read = [(name, path)]
+    unread = []
+    seen = {program}
+    to_read = [(program, path)]
     while to_read:
         name, path = to_read.pop()
-        source = _read(path)
+        try:
+            with tokenize.open(path) as file:  # in the encoding that the file declares
+                source = file.read()
+            found |= set(uses_in_source(source, path))
+        except (OSError, SyntaxError, ValueError) as error:  # maybe for another version of Python
+            if name == program:
+                raise
+            unread.append(f"{path}: {error}")
+            continue
         is_package = os.path.basename(path) == "__init__.py"
-        found |= set(uses_in_source(source, path))
         for imported in _imports(source, name if is_package else name.rpartition(".")[0]):
             for part in _with_parents(imported):
                 if part not in seen:
@@ -90,17 +100,18 @@ def _uses(name: str, path: str) -> set[Use]:
                     spec = _find(part)
                     if spec is not None and spec.origin and spec.origin.endswith(".py"):
                         to_read.append((part, spec.origin))
-    return found
+    return found, unread
 
 
 def uses_in_source(source: str, path: str) -> Iterator[Use]:
-    """Yields the uses in one file, by what its imports call the modules."""
+    """Yields the uses in one file, by what its imports call the modules.
+
+    Raises:
+        SyntaxError, ValueError: this Python can't parse it.
+    """
     if "torch" not in source or "distributed" not in source:
         return
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError):
-        return  # it is for another version of Python
+    tree = ast.parse(source, path)
     bound: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -139,14 +150,6 @@ def _dotted(node: ast.Attribute) -> str | None:
         parts.append(value.attr)
         value = value.value
     return ".".join([value.id, *reversed(parts)]) if isinstance(value, ast.Name) else None
-
-
-def _read(path: str) -> str:
-    try:
-        with tokenize.open(path) as file:  # in the encoding that the file declares
-            return file.read()
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ""
 
 
 def _imports(source: str, package: str) -> Iterator[str]:
