@@ -89,6 +89,13 @@ def test_subscribers_wait_for_a_version_and_late_ones_get_the_newest(mesh: Mesh)
     assert late.value == 3
 
 
+def test_what_is_no_name_is_refused(mesh: Mesh) -> None:
+    for name in ("", 3, None, ["w"], torch.nn.Linear(1, 1)):
+        for use in (zrpc.nn.subscribe, lambda name: zrpc.nn.publish(name, weights(1))):
+            with pytest.raises(ValueError, match="expected the name of a publication"):
+                mesh.run(0, use, name)
+
+
 def test_a_wait_ends_at_its_time_limit(mesh: Mesh) -> None:
     rollout, near = Rollout(mesh, 1), Rollout(mesh, 0)
     with pytest.raises(zrpc.RpcTimeoutError, match=r"a version of 'p' within 0.05 s: nobody"):

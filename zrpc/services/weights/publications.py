@@ -54,6 +54,19 @@ class Publication:
         return self.before + BLOCK if self.announced else self.before
 
 
+def checked_name(name: object) -> str:
+    """Returns the name of a publication.
+
+    Raises:
+        ValueError: it is empty, or no string.
+    """
+    if not isinstance(name, str) or not name:
+        raise ValueError(
+            f"expected the name of a publication, a str that isn't empty, got {name!r:.99}"
+        )
+    return name
+
+
 class Publications:
     """The latest publication under each name. For one thread at a time.
 

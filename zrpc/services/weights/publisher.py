@@ -11,6 +11,7 @@ from zrpc.agent.current import current_agent
 from zrpc.errors import RpcError, has_shut_down
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.services.weights.layout import Layout, Model, tensors_of
+from zrpc.services.weights.publications import checked_name
 from zrpc.services.weights.service import WeightsService
 from zrpc.services.weights.versions import Version, Versions
 from zrpc.wire.page_locks import page_locks
@@ -29,7 +30,7 @@ class Publisher:
     """
 
     def __init__(self, name: str, model: Model, service: WeightsService) -> None:
-        self.name = name
+        self.name = checked_name(name)
         self._model: Model | None = model
         self._layout = Layout(tensors_of(model))
         self._service = service
@@ -112,6 +113,7 @@ def publish(name: str, model: Model) -> Publisher:
     Raises:
         RpcError: there is a publisher of that name; the error says on which worker.
         TypeError: ``model`` is something else, or has tensors that can't be published.
+        ValueError: the name is empty, or no string.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

@@ -15,7 +15,7 @@ from zrpc.errors import RpcError, RpcTimeoutError, WorkerDied, has_shut_down
 from zrpc.options import LONGEST_TIMEOUT, checked_timeout
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.weights.layout import Layout, Model, check_writable, tensors_of
-from zrpc.services.weights.publications import Publication, PublicationId
+from zrpc.services.weights.publications import Publication, PublicationId, checked_name
 from zrpc.services.weights.service import WeightsService
 from zrpc.wire.page_locks import page_locks
 
@@ -40,7 +40,7 @@ class Subscriber:
     """
 
     def __init__(self, name: str, service: WeightsService) -> None:
-        self.name = name
+        self.name = checked_name(name)
         self._service = service
         # Guards what follows, and is held while a version is copied into a model: so a signal
         # handler that loads too, or raises, never leaves half a version there. It is taken before
@@ -249,6 +249,9 @@ def subscribe(name: str) -> Subscriber:
 
     Args:
         name: the name of the publication.
+
+    Raises:
+        ValueError: it is empty, or no string.
 
     Example:
         >>> subscribe("policy").version
