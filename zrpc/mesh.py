@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from torch.utils.hooks import RemovableHandle
@@ -19,7 +19,7 @@ from zrpc.backend_registry import BackendType
 from zrpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import RpcBackendOptions, checked_timeout
-from zrpc.services.collectives import Collectives
+from zrpc.services.collectives import Collectives, Workers
 from zrpc.services.names.claims import find_named
 from zrpc.services.rref.rref import RRef
 from zrpc.services.tracing.service import DEFAULT_RECORDS, trace_mesh
@@ -166,14 +166,13 @@ def set_rpc_timeout(timeout: Seconds) -> None:
     agent_that_is_set().caller.rpc_timeout = checked_timeout("rpc_timeout", timeout)
 
 
-def all_gather(
-    obj: T, worker_names: Iterable[str] | None = None, timeout: Seconds = 0
-) -> dict[str, T]:
+def all_gather(obj: T, worker_names: Workers | None = None, timeout: Seconds = 0) -> dict[str, T]:
     """Returns the object that each worker passed, by the workers' names; all of them must call it.
 
     Args:
         obj: anything that can be sent.
-        worker_names: the workers that take part, this one included. Default: all in the mesh.
+        worker_names: the workers that take part, this one included, by name, rank or `WorkerInfo`.
+            Default: all in the mesh.
         timeout: seconds; 0 means no limit.
 
     Raises:
@@ -181,6 +180,7 @@ def all_gather(
         WorkerDied: one of them is gone.
         SerializationError: ``obj`` can't be pickled.
         RpcError: one of them has gone on to a later call, or there is no such worker.
+        TypeError: ``worker_names`` is no collection, such as a single name.
         ValueError: this worker isn't one of ``worker_names``.
         NotInitializedError: this process is not a worker.
 
@@ -194,7 +194,7 @@ def all_gather(
     return current_agent().service(Collectives).gather(obj, worker_names, timeout)
 
 
-def barrier(worker_names: Iterable[str] | None = None, timeout: Seconds = 0) -> None:
+def barrier(worker_names: Workers | None = None, timeout: Seconds = 0) -> None:
     """Waits until all workers have called it.
 
     Arguments, errors and threads are those of `all_gather`.

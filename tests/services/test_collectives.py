@@ -96,6 +96,21 @@ def test_one_that_takes_no_part(mesh: Mesh) -> None:
         mesh.run(0, gather, 1, ["worker1"])
     with pytest.raises(rpc.RpcError, match="could not find destination 'nobody'"):
         mesh.run(0, gather, 1, ["worker0", "nobody"])
+    for wrong in ("worker0", 0, rpc.WorkerInfo("worker0", 0)):
+        with pytest.raises(TypeError, match=r"expected the workers that take part.* write \["):
+            mesh.run(0, rpc.barrier, wrong)
+    with pytest.raises(ValueError, match="expected a name, a rank or a WorkerInfo"):
+        mesh.run(0, rpc.barrier, [None])
+
+
+def test_workers_may_be_given_by_name_rank_and_info(mesh: Mesh) -> None:
+    ways = ["worker0", 1], [0, rpc.WorkerInfo("worker1", 1)]
+    gathered = [mesh.submit(rank, rpc.all_gather, rank, way) for rank, way in enumerate(ways)]
+    assert [each.result(SOON) for each in gathered] == [{"worker0": 0, "worker1": 1}] * 2
+    everybody = [
+        mesh.submit(rank, lambda: rpc.barrier(rpc.get_worker_infos())) for rank in range(3)
+    ]
+    assert [each.result(SOON) for each in everybody] == [None] * 3
 
 
 @pytest.mark.system

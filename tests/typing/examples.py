@@ -121,6 +121,7 @@ def all_workers(worker: zrpc.WorkerInfo) -> None:
     assert_type(zrpc.all_gather(1, timeout=5), dict[str, int])
     assert_type(zrpc.all_gather(torch.ones(1), ["worker1"])["worker1"], torch.Tensor)
     zrpc.all_gather(1)["worker1"].upper()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    zrpc.barrier([worker, 1, "worker2"])
     zrpc.all_gather(1, 3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     zrpc.on_worker_lost(lambda lost: assert_type(lost, zrpc.WorkerInfo))
     with zrpc.session() as me:

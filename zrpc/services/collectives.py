@@ -28,11 +28,14 @@ from zrpc.calls.future import Future
 from zrpc.constants import Seconds
 from zrpc.errors import RpcError, WorkerDied
 from zrpc.functions import async_execution
+from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
 
 Names = frozenset[str]
+# Workers by name, rank or WorkerInfo.
+Workers = Iterable[str | int | WorkerInfo]
 
 _EXPECTED = "expected the values of all workers, but {why}"
 
@@ -111,30 +114,38 @@ class Collectives(Service):
         self._lock = UninterruptedLock()
         self._teams: defaultdict[Names, _Team] = defaultdict(_Team)
 
-    def gather(self, value: Any, workers: Iterable[str] | None, timeout: Seconds) -> dict[str, Any]:
+    def gather(self, value: Any, workers: Workers | None, timeout: Seconds) -> dict[str, Any]:
         """Contributes ``value``, and waits for the values of all others.
 
         Returns the values by the workers' names.
 
         Args:
             value: anything that can be sent.
-            workers: the names of the workers that take part, this one included. Default: all
-                workers in the mesh, and those that were declared dead.
+            workers: those that take part, this one included. Default: all workers in the mesh, and
+                those that were declared dead.
             timeout: seconds to wait; 0 means no limit.
 
         Raises:
             RpcTimeoutError: the others did not contribute in time.
             WorkerDied: one of them is gone.
             RpcError: one of them has abandoned this gathering, or never was in the mesh.
+            TypeError: ``workers`` is no collection.
             ValueError: this worker isn't one of ``workers``.
         """
         own = self.agent.worker_info.name
-        names = self._all_workers() if workers is None else frozenset(workers)
+        if isinstance(workers, str) or not isinstance(workers, Iterable | None):
+            raise TypeError(
+                f"expected the workers that take part, this one included, got {workers!r}: write "
+                f"{[workers]!r} if that is all, or leave them out for all workers of the mesh"
+            )
+        find = self.agent.membership.find
+        if workers is None:
+            names = self._all_workers()
+        else:
+            names = frozenset(find(each).name for each in workers)
         if own not in names:
             raise ValueError(f"expected {own}, which gathers, to be one of {sorted(names)}")
-        for name in sorted(names):
-            self.agent.membership.find(name)
-        collector = self.agent.membership.find(min(names))
+        collector = find(min(names))
         if gone := names - self._living():
             if collector.name not in gone:
                 body: Any = (_decline, (names, own, f"{min(gone)} is gone, says {own}"), {})
