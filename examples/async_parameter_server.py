@@ -154,9 +154,9 @@ def main() -> None:
     parser.add_argument("--max-updates", type=int, default=20_000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 2:
-        parser.error("expected at least 2 workers: a server and a trainer")
+        parser.error("expected at least 2 workers, a server and a trainer: use zrpc launch -n 4")
     names = ["server", *(f"trainer{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])
     failure = run(names[1:], options) if rank == 0 else None

@@ -186,9 +186,9 @@ def main() -> None:
     parser.add_argument("--goal", type=float, default=0.8, help="default: %(default)s")
     parser.add_argument("--max-steps", type=int, default=2000, help="default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 3:
-        parser.error("expected at least 3 workers: a learner, a server, and a rollout worker")
+        parser.error("expected at least a learner, a server and a rollout worker: use zrpc launch")
     torch.set_num_threads(1)  # the model is too small to share among processors
     names = ["learner", "server", *(f"rollout{index}" for index in range(2, world_size))]
     with zrpc.session(names[rank]):

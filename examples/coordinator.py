@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("--points", type=int, default=200_000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 5:
-        parser.error(f"expected at least 5 workers, but got {world_size}")
+        parser.error(f"expected at least 5 workers, but got {world_size}: use zrpc launch -n 5")
     rpc.init_rpc(f"worker{rank}")
     failure = None
     if rank == 0:

@@ -156,9 +156,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size != len(NAMES):
-        parser.error(f"expected {len(NAMES)} workers, but got {world_size}")
+        parser.error(f"expected {len(NAMES)} workers, but got {world_size}: use zrpc launch -n 4")
     torch.set_num_threads(1)  # a small model, and every worker computes
     if rank < TRAINERS:
         dist.init_process_group("gloo", rank=rank, world_size=TRAINERS)

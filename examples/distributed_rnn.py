@@ -153,9 +153,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size != 2:
-        parser.error(f"expected 2 workers, but got {world_size}")
+        parser.error(f"expected 2 workers, but got {world_size}: use zrpc launch -n 2")
     torch.set_num_threads(1)
     rpc.init_rpc(["trainer", "parameters"][rank])
     failure = run(options) if rank == 0 else None

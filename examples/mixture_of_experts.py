@@ -193,9 +193,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--check", action="store_true", help="compare with one process")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 3:
-        parser.error("expected at least 3 workers: a trainer and two experts")
+        parser.error("expected at least 3 workers, a trainer and two experts: use zrpc launch -n 4")
     # With coarser numbers, a rounding error could send a row that the gate rates nearly equal for
     # two experts to the other one, and two runs could not be compared.
     torch.set_default_dtype(torch.float64)

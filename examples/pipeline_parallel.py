@@ -186,9 +186,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--device", default="cpu", help="of the stages; default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size != 4:
-        parser.error(f"expected 4 workers, but got {world_size}")
+        parser.error(f"expected 4 workers, but got {world_size}: use zrpc launch -n 4")
     torch.set_num_threads(1)  # only the stages may run in parallel
     names = ["master", "stage0", "stage1", "stage2"]
     rpc.init_rpc(names[rank], rpc_backend_options=device_maps(names, options.device))

@@ -207,9 +207,9 @@ def main() -> None:
     parser.add_argument("--threshold", type=float, help="default: the environment's, 475")
     parser.add_argument("--max-episodes", type=int, default=3000, help="default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 2:
-        parser.error("expected at least 2 workers: an agent and an observer")
+        parser.error("expected at least 2 workers, an agent and an observer: use zrpc launch -n 4")
     torch.set_num_threads(1)  # the network is too small to share among processors
     names = ["agent", *(f"observer{index}" for index in range(1, world_size))]
     rpc.init_rpc(names[rank])

@@ -85,9 +85,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--trace", help="write a trace of the steps to this file")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size < 4:
-        parser.error("expected at least 4 workers: a coordinator, the table and two trainers")
+        parser.error("expected a coordinator, the table and at least two trainers: use zrpc launch")
     names = ["coordinator", "table", *(f"trainer{index}" for index in range(2, world_size))]
     with rpc.session(names[rank]):
         if rank == 0:

@@ -149,9 +149,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--controller", default="trainer0", help="default: %(default)s")
     options = parser.parse_args()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if world_size <= TRAINERS:
-        parser.error(f"expected at least {TRAINERS + 1} workers, but got {world_size}")
+        parser.error(f"expected at least {TRAINERS + 1} workers, got {world_size}: use zrpc launch")
     names = [f"trainer{rank}" for rank in range(TRAINERS)]
     names += [f"generator{index}" for index in range(world_size - TRAINERS)]
     if options.controller not in names:

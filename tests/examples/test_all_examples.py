@@ -27,6 +27,13 @@ def test_every_example_has_a_help_text(commands: Commands, name: str) -> None:
     assert outcome.stdout.startswith("usage:")
 
 
+@pytest.mark.parametrize("name", sorted(SCRIPTS))
+def test_every_example_says_how_to_launch_it(commands: Commands, name: str) -> None:
+    outcome = finish(commands.start(SCRIPTS[name]))
+    assert outcome.returncode == 2, outcome
+    assert ": use zrpc launch" in outcome.stderr
+
+
 @pytest.mark.parametrize(
     ("name", "workers", "options", "code", "text"),
     [
@@ -35,7 +42,7 @@ def test_every_example_has_a_help_text(commands: Commands, name: str) -> None:
         ("distributed_rnn", 3, "", 2, "expected 2 workers, but got 3"),
         ("mixture_of_experts", 2, "", 2, "expected at least 3 workers"),
         ("pipeline_parallel", 3, "", 2, "expected 4 workers, but got 3"),
-        ("worker_group", 2, "", 2, "expected at least 3 workers, but got 2"),
+        ("worker_group", 2, "", 2, "expected at least 3 workers, got 2"),
         ("worker_group", 3, "--controller judge", 2, "trainer1, generator0, but got judge"),
         ("batch_rpc", 2, "--steps 5", 1, "Expected an accuracy of at least 90%"),
         ("parameter_server", 2, "--steps 1", 1, "Expected an accuracy of at least 50%"),
