@@ -140,7 +140,7 @@ class WorkerProcesses:
                     worker = self._workers.pop(found.pid)
                     worker.returncode = found.returncode
                     self._on_exit(worker)
-        except LaunchError as error:
+        except (LaunchError, OSError) as error:  # Ctrl-C has ended the wait of `stop`, which closes
             self._workers.clear()  # the server has killed them, or they have died with it
             if not self._leave():
                 self._output.notice(f"zrpc: all workers are lost: {error}")

@@ -226,7 +226,11 @@ def _reduce_builtin(function: Any) -> Any:
 
 
 def _reduce_method(method: types.MethodType) -> Any:
-    return _reduce_to_module(method) or method.__reduce__()
+    reduced = _reduce_to_module(method)
+    if reduced is None and getattr(method.__self__, method.__name__, None) != method:
+        # Of a decorator without functools.wraps: its name is another method's, or none's.
+        raise pickle.PicklingError(f"{method.__qualname__} is not found by its name")
+    return reduced or method.__reduce__()
 
 
 def reduce_method_by_value(method: types.MethodType) -> Any:

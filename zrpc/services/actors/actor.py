@@ -26,10 +26,9 @@ from zrpc.wire.message import Message
 class ActorSink(SinkBefore[ResultSink]):
     """Passes outcomes on, and then lets the next calls of the actor begin.
 
-    An answer is packed before that: the next call may change what it refers to.
+    An answer is packed before that: the next call may change what it refers to. The scope of a
+    request has the mailbox of its actor.
     """
-
-    _mailbox: Mailbox
 
     def hand_over(self, request: Message, first: ResultSink, mark: Deferral, call: Called) -> None:
         """Gives a call of a marked function to a service, which gives the outcome later.
@@ -37,25 +36,28 @@ class ActorSink(SinkBefore[ResultSink]):
         From then on the call doesn't count as one that runs: the next one may begin.
         """
         self._sink.hand_over(request, first, mark, call)
-        self._mailbox.do(self._mailbox.end(request.scope))
+        mailbox = request.scope.mailbox
+        mailbox.do(mailbox.end(request.scope))
 
     def answer(self, request: Message, value: object) -> None:
         """Takes the result of a call."""
         try:
             self._sink.answer(request, value)
         finally:
-            if steps := self._mailbox.end(request.scope):
+            mailbox = request.scope.mailbox
+            if steps := mailbox.end(request.scope):
                 try:
-                    end_with(partial(self._mailbox.do, steps))
+                    end_with(partial(mailbox.do, steps))
                 except Exception:  # no memory for its frame: nothing was done
-                    self._mailbox.do(steps)
+                    mailbox.do(steps)
 
     def fail(self, request: Message, error: BaseException, report: bool = True) -> None:
         """Takes the error of a call."""
         try:
             self._sink.fail(request, error, report)
         finally:
-            end_with(partial(self._mailbox.do, self._mailbox.end(request.scope)))
+            mailbox = request.scope.mailbox
+            end_with(partial(mailbox.do, mailbox.end(request.scope)))
 
 
 def in_turn(mailbox: Mailbox, request: Message, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -88,9 +90,7 @@ def make_mailbox(agent: Agent, options: ActorOptions, name: str, busy: set[Mailb
     """Returns the mailbox of an actor that this worker owns, which may have a name."""
     limit, title = agent.options.max_bytes_in_flight, str(ActorLabel(options.title, name))
     full = partial(mailbox_is_full, title, agent.worker_info.name, limit)
-    mailbox = Mailbox(title, options.concurrency, options.beside, limit, full, busy)
-    mailbox.sink = ActorSink(agent.callee, mailbox)
-    return mailbox
+    return Mailbox(title, options.concurrency, options.beside, limit, full, busy)
 
 
 def stop_within(mailbox: Mailbox | None, owner: WorkerInfo) -> bool:

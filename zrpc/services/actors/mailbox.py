@@ -32,7 +32,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from zrpc.agent.service import LOST_AFTER_ANSWERS
 from zrpc.calls.cancel_scope import CancelScope
@@ -106,7 +105,6 @@ class Mailbox:
     Attributes:
         title, concurrency: the same.
         beside: the lanes of single methods, by name.
-        sink: takes the outcomes of calls, see `zrpc.services.actors.actor`.
         stopped: the error of all calls after `stop`; None before.
     """
 
@@ -122,7 +120,6 @@ class Mailbox:
         self.title = title
         self.concurrency = concurrency
         self.beside = {name: _Lane(limit) for name, limit in beside.items()}
-        self.sink: Any = None
         self.stopped: BaseException | None = None
         self._max_bytes = max_bytes
         self._full = full

@@ -131,7 +131,7 @@ class ActorService(Service):
             self.agent.service(ActorOrders).end_restarts(made_as, own_id, UNSET_RPC_TIMEOUT)
         by = self.agent.callees.describe(request.sender)
         error = was_stopped(mailbox.title, self.agent.worker_info.name, by)
-        sink = ActorSink(_StopSink(callee, value, mailbox.stopped or error), mailbox)
+        sink = ActorSink(_StopSink(callee, value, mailbox.stopped or error))
         begin = partial(callee.on_call, request, sink, partial(_close_method, value))
         # If it fails while it waits for the end, it has stopped the actor nevertheless.
         mailbox.do(mailbox.stop(error, (request, begin, partial(callee.answer_error, request))))

@@ -22,6 +22,7 @@ from zrpc.constants import Seconds
 from zrpc.errors import RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.runtime import garbage_collector
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.services.groups.arguments import PerMember, Share
 from zrpc.services.groups.service import GroupService, Part
 from zrpc.wire.devices import DeviceMap, UnmappedDevice
@@ -333,6 +334,7 @@ class GroupCall:
             try:
                 asked = target.ask(self.body(place), self.time_left())
             except Exception as error:
+                raise_if_of_handler(error)
                 failure = without_frames(error)  # they refer to what goes to the other members
             yield place, asked, failure
 

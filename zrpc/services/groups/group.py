@@ -19,6 +19,7 @@ from zrpc.calls.future import Future
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import NotInitializedError, RpcError, RpcTimeoutError, has_shut_down
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.runtime.thread_pool import pass_gate
 from zrpc.services.groups.call import GroupCall, Target
 from zrpc.services.groups.calls import call_each, future_of_all, make_each, stream_each
@@ -287,6 +288,7 @@ class RRefGroup(Group[RRef[T]]):
                 try:
                     future = ask(rref, caller.call_async)
                 except Exception as error:
+                    raise_if_of_handler(error)
                     failure = error
                 yield place, future, failure
 

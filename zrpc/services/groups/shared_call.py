@@ -16,7 +16,7 @@ from zrpc.calls.future_error import without_frames
 from zrpc.constants import Seconds
 from zrpc.errors import WorkerDied, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler, uninterrupted
 from zrpc.services.groups.call import GroupCall, Joining
 from zrpc.services.groups.future import GroupFuture
 
@@ -117,6 +117,7 @@ class Sharer(ABC):
             body = call.body(place, self._items[item])
             self._give(item, place, body, call.time_left())
         except Exception as error:
+            raise_if_of_handler(error)
             self._on_error(item, place, error)
 
     @abstractmethod

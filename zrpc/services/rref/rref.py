@@ -17,6 +17,7 @@ from zrpc.calls.future import Future
 from zrpc.constants import DEFAULT_PREFETCH, UNSET_RPC_TIMEOUT, Seconds
 from zrpc.errors import OwnerDied, RpcError, RpcTimeoutError
 from zrpc.membership.worker_info import WorkerInfo
+from zrpc.runtime.interrupts import raise_if_of_handler
 from zrpc.services.actors.mailbox import BESIDE
 from zrpc.services.actors.order import Beside, CallOrder
 from zrpc.services.rref import description
@@ -399,6 +400,7 @@ class RRef(Generic[T]):
         try:
             self._check()
         except Exception as error:  # a call in flight fails by its future when the owner is lost
+            raise_if_of_handler(error)
             failed: Future[Any] = Future()
             failed.set_exception(error)
             return failed

@@ -106,6 +106,7 @@ class RRefService(Service, MessageHooks):
         self._actors: weakref.WeakValueDictionary[int, Actor] = weakref.WeakValueDictionary()
         self._mailboxes: weakref.WeakSet[Mailbox] = weakref.WeakSet()
         self.busy: set[Mailbox] = set()
+        self._actor_sink = ActorSink(agent.callee)
 
     @override
     def handlers(self) -> Mapping[Kind, Handler]:
@@ -212,7 +213,7 @@ class RRefService(Service, MessageHooks):
     def _fetch(self, request: Message, value: OwnedValue, turn: Sequence[tuple[int, int]]) -> None:
         """Answers with a copy of a value that is there: if it is an actor's, in its turn."""
         mailbox, callee = value.mailbox, self.agent.callee
-        sink: ResultSink = callee if mailbox is None else mailbox.sink
+        sink: ResultSink = callee if mailbox is None else self._actor_sink
         job = RequestJob(request, sink.fail, partial(value.answer, sink))
         begin = partial(self.agent.receiver.run, job)
         if mailbox is None:
@@ -247,7 +248,7 @@ class RRefService(Service, MessageHooks):
         ready = value.ready  # before the mailbox, which is set first: else one may be overlooked
         mailbox = value.mailbox
         if mailbox is not None:
-            own = mailbox.sink if sink is self.agent.callee else ActorSink(sink, mailbox)
+            own = self._actor_sink if sink is self.agent.callee else ActorSink(sink)
             begin = partial(self.agent.callee.on_call, request, own, resolve)
             scope.mailbox = mailbox
             method = method_in(request.body) if mailbox.beside else ""

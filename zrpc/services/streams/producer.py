@@ -31,6 +31,7 @@ from zrpc.calls.execution import RequestJob
 from zrpc.calls.function_names import name_of_function
 from zrpc.calls.future import Future
 from zrpc.errors import RpcCancelledError, SerializationError
+from zrpc.runtime import forks
 from zrpc.runtime.torch_modes import reset_modes
 from zrpc.services.streams.batches import Credit, check_size, dump_batch
 from zrpc.services.streams.outflow import Outflow, Step
@@ -243,15 +244,23 @@ class PlainProducer(Producer):
     def _steps(self) -> Callable[[], None] | None:
         """Makes items until none may be made; returns how to go on, None if it must rest."""
         generator, until = self._generator, monotonic() + _SLICE_SECONDS
+        generation = forks.generation
         try:
             step: Step | None = self._next_step()
             while step is _GO:
-                step = self._add(next(generator))
+                item = next(generator)
+                if generation != forks.generation:
+                    forks.exit_child()
+                step = self._add(item)
                 if monotonic() > until:
                     return self._go_on
         except StopIteration:
+            if generation != forks.generation:
+                forks.exit_child()
             return self._end
         except BaseException as error:  # SystemExit too: a handler must not end its worker
+            if generation != forks.generation:
+                forks.exit_child(error)
             self._close_generator()  # if it was the item that could not be packed
             trace = error.__traceback__
             return partial(self._end, error.with_traceback(trace and trace.tb_next))
@@ -282,11 +291,14 @@ class AsyncProducer(Producer):
     async def _drive(self) -> None:
         """Runs the generator from its beginning to its end."""
         failure: BaseException | None = None
+        generation = forks.generation
         try:
             if self._scope.follow(asyncio.current_task()):
                 await keep_device(self._steps(), self._request)
         except BaseException as error:  # SystemExit would end the loop
             failure = error
+        if generation != forks.generation:
+            forks.exit_child(failure)
         self._scope.closes = True
         try:
             await self._generator.aclose()
@@ -298,7 +310,7 @@ class AsyncProducer(Producer):
         self._agent.receiver.run(end)
 
     async def _steps(self) -> None:
-        loop, until = asyncio.get_running_loop(), 0.0
+        loop, until, generation = asyncio.get_running_loop(), 0.0, forks.generation
         while (step := self._next_step()) is not Step.CLOSE:
             if step is Step.REST:
                 woken: asyncio.Future[None] = loop.create_future()
@@ -314,6 +326,8 @@ class AsyncProducer(Producer):
                 value = await anext(self._generator)
             except StopAsyncIteration:
                 return
+            if generation != forks.generation:
+                forks.exit_child()
             if self._add(value, in_loop=True) is None:
                 await self._add_in_pool(loop, value)
 
