@@ -1,4 +1,4 @@
-"""Workers that run out of file descriptors or memory: their callers are told, and they go on."""
+"""Workers that run out of descriptors, memory or threads: their callers are told, they go on."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import errno
 import os
 import resource
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ import zrpc as rpc
 from tests.support.gates import Gate
 from tests.support.observed import answers_heartbeats
 from tests.support.refusals import refusing
+from tests.support.threads import no_more_threads
 from tests.support.waiting import until
 from zrpc.agent.current import current_agent
 from zrpc.services.inspection.service import InspectionService
@@ -279,3 +281,20 @@ def test_no_memory_to_unpickle(caller: Mesh) -> None:
     with pytest.raises(MemoryError):
         rpc.rpc_sync(1, Large)
     assert rpc.rpc_sync(1, max, (1, 2)) == 2
+
+
+@pytest.mark.system
+def test_no_threads_left(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker that never had one in its pool runs one call at a time; its log says why, once."""
+    ask_often()
+    with no_more_threads():
+        for _ in range(20):  # too long for a thread that receives, as far as others can have them
+            rpc.rpc_sync(1, time.sleep, (0.005,))
+        futures = [rpc.rpc_async(1, time.sleep, (0.005,)) for _ in range(10)]
+        assert rpc.rpc_sync(1, rpc.rpc_sync, (0, max, (1, 2))) == 2
+        rpc.wait_all(futures)
+        with pytest.raises(rpc.RpcTimeoutError) as info:
+            rpc.rpc_sync(1, rpc.rpc_sync, (1, call, ("worker1",)), timeout=2)
+        assert "no thread beyond 1 (see `ulimit -u`)" in str(info.value)
+    assert caplog.text.count("thread for zrpc-worker1-worker; a call waits") == 1
+    assert call("worker1") == 2

@@ -15,6 +15,7 @@ from functools import partial
 import pytest
 
 from tests.runtime.pool_jobs import closed_gate
+from tests.support.threads import no_more_threads
 from tests.support.waiting import SOON
 from zrpc.runtime.interrupts import uninterrupted
 from zrpc.runtime.leader_follower import LeaderFollower
@@ -84,8 +85,8 @@ class Desk(Messages):
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk()
+def desk(request: pytest.FixtureRequest) -> Iterator[Desk]:
+    desk = getattr(request, "param", Desk)()
     desk.settle()
     yield desk
     assert desk.io.stop(SOON)
@@ -247,6 +248,29 @@ def test_long_jobs_move_to_the_pool_and_quick_ones_come_back(desk: Desk) -> None
     for _ in range(20):
         desk.do(lambda: threading.Event().wait(0.005))
     assert desk.do().startswith("test-worker")
+    desk.settle()
+
+
+class RelievedDesk(Desk):
+    """Its turns begin as those of an agent that is due for a tick."""
+
+    def turn(self, until: float) -> float:
+        self.io.relieve(self.pool)
+        return super().turn(until)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("desk", [RelievedDesk], indirect=True)
+def test_if_the_system_refuses_the_pool_threads_an_io_thread_runs_its_jobs(desk: Desk) -> None:
+    desk.pool, ran = HandlerPool(2, "test-worker"), threading.Event()
+    with no_more_threads():
+        for _ in range(20):
+            desk.do(lambda: threading.Event().wait(0.005))
+        desk.pool.submit(ran.set)
+        assert ran.wait(SOON)
+        assert desk.do().startswith("test-io")
+    desk.do(desk.do)  # the inner job needs another thread
+    assert desk.pool.load(0).threads
     desk.settle()
 
 

@@ -183,9 +183,11 @@ def test_a_job_waits_if_no_thread_can_be_started(
     with no_more_threads():
         pool.submit(ran.set)
         others.submit(others.relieve)
-        for each in (pool, others):
+        for each in (pool, others, pool, others):
             each.relieve()
-        assert caplog.text.count("a call waits") == 2
+        for text in ("a call waits", "raise the limit with `ulimit -u`"):
+            assert caplog.text.count(text) == 2  # once for each pool
+        assert "Traceback" not in caplog.text
         assert others.load(0).full_for
         assert not ran.is_set()
         jobs.go.set()

@@ -300,8 +300,8 @@ class Agent:
     def _tick(self) -> None:
         parts = (
             self.peers.tick,
-            self.pool.relieve,
-            self.completions.relieve,
+            partial(self.receiver.relieve, self.pool),
+            partial(self.receiver.relieve, self.completions),
             self.callee.drop_abandoned,
             self.outbox.retry,
             self._give_back_memory,

@@ -47,7 +47,7 @@ class Receiver:
         shutdown: this worker's; once it is in progress, it is looked after at each turn.
 
     Attributes:
-        receive, hurry: see `LeaderFollower`.
+        receive, hurry, relieve: see `LeaderFollower`.
         run: runs a handler's job; see `LeaderFollower.run`.
         complete: completes a future that no thread waits for, by a job.
     """
@@ -64,6 +64,7 @@ class Receiver:
         self._threads = LeaderFollower(self._context, name, self._turn, self._network)
         # For each call: without a function of their own.
         self.receive, self.hurry = self._threads.receive, self._threads.hurry
+        self.relieve = self._threads.relieve
         self.run = partial(self._threads.run, self._pool)
         self.complete = partial(self._threads.run, self._completions)
         # When the next turn must begin at the latest, and when the next tick is due.

@@ -2,7 +2,7 @@
 
 Other rooms may import every module here:
 
-- `thread_pool`: runs handlers, and waits of theirs (`pass_gate`);
+- `thread_pool`, `unseen_waits`: runs handlers, and waits of theirs (`pass_gate`, others);
 - `leader_follower`: which thread receives;
 - `event_loop`, `context_thread`: the other threads of an agent;
 - `thread_errors`: the errors that end a thread's work;

@@ -215,6 +215,20 @@ class LeaderFollower:
         else:
             pool.submit(job)
 
+    def relieve(self, pool: HandlerPool, alone: bool = False) -> None:
+        """Relieves a pool, in a turn; runs its jobs in this thread if the system refuses it one.
+
+        Args:
+            pool: see `HandlerPool.relieve`.
+            alone: whether its jobs are so quick that no other thread need be ready to receive.
+        """
+        # A caller that sits waits for an answer, and runs no job.
+        free = self._job is None and (alone or self._ready[1 - self._leader])
+        jobs = pool.relieve(self.turn_ident if free else 0)
+        if jobs:
+            self._job = partial(pool.run_as_guest, self.turn_ident, jobs)
+            self.job_pool, self._job_times = pool, pool.times
+
     def give_way(self) -> None:
         """Promotes the other thread, since the current one is about to wait in its job."""
         me = self._threads.index(threading.current_thread())  # type: ignore[arg-type]

@@ -37,7 +37,10 @@ def advice(error: BaseException) -> str | None:
                 "(`ulimit -v`, the memory limit of its container)"
             )
         if isinstance(one, RuntimeError) and "can't start new thread" in text:
-            return "the system allows no more threads: raise the limit with `ulimit -u`"
+            return (
+                "the system allows no more threads: raise the limit with `ulimit -u`, or the pids "
+                "limit of its container"
+            )
     return None
 
 

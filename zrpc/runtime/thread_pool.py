@@ -26,10 +26,9 @@ from zrpc.runtime.interrupts import pass_interruptibly, run_interruptibly, unint
 from zrpc.runtime.job_context import copies_of
 from zrpc.runtime.job_times import QUICK_JOB_SECONDS, JobTimes
 from zrpc.runtime.pool_load import PoolLoad
-from zrpc.runtime.resource_limits import stack_is_full
-from zrpc.runtime.run_queue import wants_core
+from zrpc.runtime.resource_limits import advice, stack_is_full
 from zrpc.runtime.thread_errors import printing_errors
-from zrpc.runtime.thread_frames import processor_time_of
+from zrpc.runtime.unseen_waits import UnseenWaits
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +38,8 @@ Job = Callable[[], None]
 
 # More threads than this wait at once only if a program recurses without end.
 MAX_THREADS = 4096
+# The minimum between two reports that the system refuses a thread.
+_REPORT_SECONDS = 10.0
 
 
 class _Thread(threading.local):
@@ -165,11 +166,12 @@ class HandlerPool:
         self._waking: set[_PoolThread] = set()
         self._closed = False
         self._numbers = itertools.count()
-        self._refusal: RuntimeError | None = None  # of the system to start a thread, until reported
+        self._refusal: RuntimeError | None = None  # of a thread for the latest queued job
         self._begun_at = 0.0  # when the latest job began, on the clock of time.perf_counter
         # For relieve(), which only the agent's leader calls.
         self._begun_before = -1.0
-        self._cpu_before: dict[int, float | None] = {}
+        self._unseen = UnseenWaits()
+        self._next_report = 0.0  # of a refusal, on the clock of time.monotonic
         self.times = JobTimes()
 
     def submit(self, job: Job) -> None:
@@ -213,10 +215,10 @@ class HandlerPool:
         """Admits the current thread, with this ident, as a guest; it must call `run_as_guest` next.
 
         Returns:
-            False if it is not admitted: jobs are not short, or another one runs, and this one may
-            run beside it.
+            False if it is not admitted: jobs are not short, and there can be threads for them; or
+            another one runs, and this one may run beside it.
         """
-        if not self.times.short:
+        if not self.times.short and (self._refusal is None or self._idle):
             return False
         with self._lock:
             if self._closed or self._running:
@@ -228,7 +230,8 @@ class HandlerPool:
     def run_as_guest(self, ident: int, jobs: list[Job]) -> None:
         """Runs a job in the current thread, which was admitted, and then queued jobs.
 
-        It begins no queued job once all together have taken longer than one quick job.
+        It begins no queued job once all together have taken longer than one quick job, unless the
+        system refuses the pool a thread.
 
         Args:
             ident: the thread's ident.
@@ -257,7 +260,7 @@ class HandlerPool:
 
     def _take_next(self, jobs: list[Job], end: float) -> None:
         """Takes a queued job for a guest, if there is time."""
-        if time.perf_counter() > end:
+        if time.perf_counter() > end and self._refusal is None:
             return
         with self._lock:
             if self._backlog and self._running <= self._size and not self._closed:
@@ -269,33 +272,43 @@ class HandlerPool:
             before = self._backlog  # freed without the lock, as in `close`
             self._backlog = deque(job for job in before if not useless(job))
 
-    def relieve(self) -> None:
+    def relieve(self, guest: int = 0) -> list[Job]:
         """Starts threads in place of those that wait unseen; tries again what the system refused.
 
         Must be called periodically. If jobs are queued and none was begun since the last call,
-        every thread that used no processor time since then is assumed to be waiting, unless it has
-        wanted a core and got none.
+        every thread that used no processor time since then is assumed to be waiting.
+
+        Args:
+            guest: the ident of the current thread if it may run a job for lack of others; else 0.
+
+        Returns:
+            a list with that job, if any: the thread is admitted, and must call `run_as_guest` next.
         """
         with self._lock:
             stuck = bool(self._backlog) and self._begun_at == self._begun_before
             self._begun_before = self._begun_at
             threads = self._at_work() if stuck else set()
-        cpu = {ident: processor_time_of(ident) for ident in threads}
-        before, self._cpu_before = self._cpu_before, cpu
-        unused = {ident for ident, used in cpu.items() if before.get(ident, -1.0) == used}
-        waiting = len(unused) and sum(
-            each.ident in unused and not wants_core(each.native_id or 0)
-            for each in threading.enumerate()
-        )
+        waiting = self._unseen.count(threads)
+        refusal = None
         with self._lock:
             # Fewer run than may if the system has refused a thread: nothing else tries again.
             count = max(waiting, self._running < self._size)
             for _ in range(min(count, len(self._backlog))):
-                self._start_next()
-            refusal, self._refusal = self._refusal, None
-        if refusal is not None:
-            text = "Can't start another thread for %s; a call waits"
-            logger.error(text, self._name, exc_info=refusal)
+                if not self._start_next():
+                    refusal = self._refusal
+                    break
+        if refusal is None:
+            return []
+        if time.monotonic() >= self._next_report:
+            self._next_report = time.monotonic() + _REPORT_SECONDS
+            text = "Can't start another thread for %s; a call waits (%s)"
+            logger.error(text, self._name, advice(refusal) or refusal)
+        with self._lock:
+            if not guest or not self._backlog or self._closed:
+                return []
+            self._running += 1
+            self._guests.add(guest)
+            return [self._backlog.popleft()]
 
     def _at_work(self) -> set[int]:
         """Returns the idents of the threads that have a job; the lock is held."""
@@ -335,11 +348,14 @@ class HandlerPool:
             self._backlog.clear()
         return not any(thread.is_alive() for thread in threads)
 
-    def _start_next(self) -> None:
+    def _start_next(self) -> bool:
         """Gives the first of the queued jobs to an idle thread or to a new one; the lock is held.
 
         If the system refuses a thread, or the start of one could fail halfway for lack of stack,
         the job stays queued; see `relieve`. So it is counted only after what can fail.
+
+        Returns:
+            False if the job stays queued.
         """
         job = self._backlog[0]
         if self._idle:
@@ -348,7 +364,7 @@ class HandlerPool:
             thread.jobs.append(job)
             thread.gate.release()
         elif stack_is_full():
-            return
+            return False
         else:
             try:
                 if len(self._threads) >= MAX_THREADS:
@@ -356,11 +372,13 @@ class HandlerPool:
                 thread = _PoolThread(self, f"{self._name}-{next(self._numbers)}", job)
                 thread.start()
             except RuntimeError as error:
-                self._refusal = error
-                return
+                self._refusal = error.with_traceback(None)  # which has the job
+                return False
             self._threads.add(thread)
+        self._refusal = None
         self._backlog.popleft()
         self._running += 1
+        return True
 
     def _run(self, thread: _PoolThread) -> None:
         """The life of one thread."""

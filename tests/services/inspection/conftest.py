@@ -16,7 +16,7 @@ def seems_to_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets threads that wait seem to work, so that nobody takes their place."""
     used = itertools.count()
     monkeypatch.setattr(
-        "zrpc.runtime.thread_pool.processor_time_of", lambda ident: float(next(used))
+        "zrpc.runtime.unseen_waits.processor_time_of", lambda ident: float(next(used))
     )
 
 

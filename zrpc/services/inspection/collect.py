@@ -102,10 +102,13 @@ class _Work:
         if full_for < _SHORT_SECONDS:
             return ""
         threads = f"all {running} threads of its pool have been busy"
-        if running == 1:
+        if running < size:
+            at_work = running + self.pool.waiting
+            threads = (
+                f"the system has allowed its pool no thread beyond {at_work} (see `ulimit -u`)"
+            )
+        elif running == 1:
             threads = "the only thread of its pool has been busy"
-        elif running < size:
-            threads = f"its pool has got no thread beyond its {running}"
         waiting = "a request waits" if queued == 1 else f"{queued} requests wait"
         begun = f"; none was begun for {idle_for:.0f} s" if idle_for >= 1 else ""
         return f"{threads} for {full_for:.0f} s and {waiting}{begun}"

@@ -91,7 +91,11 @@ class Listener:
         except OSError:  # nobody asks, or no descriptors are left
             return
         thread = ContextThread(self._context, self._name, self._serve, (connection,))
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses another one
+            connection.close()
+            return
         self._visits.append((thread, connection))
 
     def _serve(self, connection: socket.socket) -> None:

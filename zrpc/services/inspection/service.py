@@ -109,7 +109,8 @@ class InspectionService(Service):
         now = time.monotonic()
         self._ask_callees(now)
         self._black_holes.look(self.rules.silent(now), now)
-        self._sender.relieve()
+        # Alone: another handler may be what is asked about.
+        self.agent.receiver.relieve(self._sender, alone=True)
         if self._listener is not None:
             self._listener.admit()
         self._stuck.check_calls(now)
