@@ -24,6 +24,7 @@ from zrpc.membership.endpoints import (
     Meeting,
     address_of,
     announce_endpoint,
+    check_descriptors,
     check_reachable,
     listen,
     listen_if_needed,
@@ -181,7 +182,7 @@ def join_mesh(
     ports = options.port_range
     secret = secret or find_secret()
     keys = make_keys(options.security, secret)
-    WorkerInfo(name, rank or 0)  # checks the name
+    check_descriptors(WorkerInfo(name, rank or 0), 0)
     ipc = options.transport != "tcp"
     token = secrets.token_hex(16)
     identity = PeerRecord.identity_of(token)

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _IFACE = "ZRPC_IFACE"
 _ALL_INTERFACES = ("*", "0.0.0.0", "::", "[::]", "0")
-# For files of the program.
+# For a worker without others, and files of the program.
 _SPARE_DESCRIPTORS = 32
 MAKE_A_SECRET = (
     "make a file with `zrpc secret FILE`, copy it to each host, and set ZRPC_SECRET_FILE to its "
@@ -212,14 +212,18 @@ def _hosts(records: Iterable[PeerRecord]) -> int:
 
 
 def check_descriptors(info: WorkerInfo, neighbours: int) -> None:
-    """Refuses to be connected to more workers by Unix sockets than there are descriptors for."""
-    more = neighbours * DESCRIPTORS_PER_PEER + _SPARE_DESCRIPTORS if neighbours else 0
-    short = allow_descriptors(more)
+    """Refuses to be connected to more workers by Unix sockets than there are descriptors for.
+
+    Without them, libzmq would abort the process.
+    """
+    short = allow_descriptors(neighbours * DESCRIPTORS_PER_PEER + _SPARE_DESCRIPTORS)
     if short is not None:
+        peers = f", and {DESCRIPTORS_PER_PEER} more for each other worker on its host"
+        if neighbours:
+            peers = f" to talk to {neighbours} other worker(s) on its host"
         raise RpcError(
-            f"expected a limit of {short[0]} file descriptors or more, which {info} needs to talk "
-            f"to {neighbours} other worker(s) on its host, found {short[1]}: raise it with "
-            "`ulimit -n` before the workers start"
+            f"expected a limit of {short[0]} file descriptors or more, which {info} needs{peers}, "
+            f"found {short[1]}: raise it with `ulimit -n` before the workers start"
         )
 
 
