@@ -16,9 +16,9 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 def advice(error: BaseException) -> str | None:
     """Returns which resource has run out and what to do; None if the error has another cause.
 
-    The errors that it was raised from count as well.
+    The errors that it was raised from count as well, the first cause before the others.
     """
-    for one in _with_causes(error):
+    for one in reversed([*_with_causes(error)]):
         try:
             number, text = getattr(one, "errno", None), str(one)
         except Exception:  # a user's error class may fail here

@@ -27,10 +27,12 @@ from tests.services.shm.sharing import (
     service_of,
     until_returned,
 )
+from tests.support.descriptors import few_descriptors
 from tests.support.gates import Gate
 from tests.support.targets import echo
 from tests.support.waiting import until
-from zrpc.services.shm.segments import Segment
+from zrpc.runtime.resource_limits import advice
+from zrpc.services.shm.segments import MAX_SEGMENTS, Segment
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 
@@ -369,7 +371,14 @@ def test_what_is_held_outlives_the_loss_of_a_peer_that_has_it(joined: Mesh) -> N
 
 
 def test_if_there_is_no_room_to_hold_something_the_error_names_the_limit(joined: Mesh) -> None:
-    limit = joined.agent(0).options.shared_memory
+    limit, hold = joined.agent(0).options.shared_memory, service_of(joined, 0).hold
     with pytest.raises(MemoryError, match=f"found 0 bytes in use of {limit:,}"):
-        service_of(joined, 0).hold(limit + 1)
+        hold(limit + 1)
+    with few_descriptors(), pytest.raises(MemoryError, match="Too many open files") as info:
+        hold(MIB)
+    assert "ulimit -n" in str(advice(info.value))
+    buffers = [hold(1) for _ in range(MAX_SEGMENTS)]
+    with pytest.raises(MemoryError, match=f"found {MAX_SEGMENTS} segments in use, which is the"):
+        hold(1)
+    del buffers
     assert int(held(joined, 1)[0]) == 1

@@ -236,10 +236,13 @@ class SegmentPool:
         """Lends a segment with room for buffers of these sizes.
 
         The caller writes to it, and then calls `written`; or only `unused`. Returns the segment and
-        the offset of each buffer; None if the pool is full.
+        the offset of each buffer; None if the pool is full, or the system refuses a segment.
         """
         offsets, end = aligned(sizes)
-        segment = self._take(end)
+        try:
+            segment = self._take(end)
+        except OSError:  # out of descriptors or memory; frames need neither
+            return None
         if segment is None:
             return None
         segment.was_held = False
@@ -250,6 +253,9 @@ class SegmentPool:
         """Takes a segment for this worker itself; returns None if the pool is full.
 
         The caller maps it by `Segment.hold`, and calls `written`, and `hold_until_freed` or `drop`.
+
+        Raises:
+            OSError: the system refuses a segment: there is no descriptor left, for example.
         """
         segment = self._take(size)
         if segment is not None:
@@ -392,10 +398,7 @@ class SegmentPool:
             self._close(segment)
         if self.size + size > self._capacity or len(self) >= MAX_SEGMENTS:
             return None
-        try:
-            segment = Segment(self._next_number, size)
-        except OSError:
-            return None  # out of descriptors or memory; frames need neither
+        segment = Segment(self._next_number, size)
         self._next_number += 1
         self.segments[segment.number] = segment
         self.size += segment.size

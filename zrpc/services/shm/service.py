@@ -18,7 +18,7 @@ import contextlib
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -30,6 +30,7 @@ from zrpc.errors import ProtocolError, RpcError, has_shut_down
 from zrpc.runtime.interrupts import UninterruptedLock, uninterrupted
 from zrpc.services.shm.borrowed import Loans
 from zrpc.services.shm.segments import (
+    MAX_SEGMENTS,
     NOTE,
     Place,
     Segment,
@@ -274,22 +275,26 @@ class SharedMemoryService(Service, MessageHooks):
         return self._hold(size, shared=False)[1]
 
     def _hold(self, size: int, shared: bool) -> tuple[Segment, Any]:
-        with self._lock:
+        with self._lock, _expecting_memory(size):
             self.pool.release_ended()
             segment = self.pool.hold(size)
         if segment is None:
             if self._closed:
                 raise has_shut_down()
-            raise MemoryError(
-                f"expected room for {size:,} bytes of shared memory, found {self.pool.size:,} "
-                f"bytes in use of {self.agent.options.shared_memory:,}: the option shared_memory "
-                "sets that limit"
+            found = (
+                f"{self.pool.size:,} bytes in use of {self.agent.options.shared_memory:,}: the "
+                "option shared_memory sets that limit"
             )
+            if len(self.pool) >= MAX_SEGMENTS:
+                found = (
+                    f"{MAX_SEGMENTS} segments in use, which is the maximum: keep copies of what "
+                    "is received (`tensor.clone()`)"
+                )
+            raise MemoryError(f"expected room for {size:,} bytes of shared memory, found {found}")
         buffer = None
         try:
-            buffer = segment.hold(size)
-        except OSError as error:
-            raise MemoryError(f"expected {size:,} bytes of shared memory, found {error}") from error
+            with _expecting_memory(size):
+                buffer = segment.hold(size)
         finally:
             with self._lock:
                 there = self.pool.written(segment)
@@ -424,6 +429,15 @@ class SharedMemoryService(Service, MessageHooks):
             if service is not None:
                 service._lock = UninterruptedLock()  # another thread may have held the parent's
                 service.close()
+
+
+@contextlib.contextmanager
+def _expecting_memory(size: int) -> Iterator[None]:
+    """Raises a MemoryError in place of the system's error."""
+    try:
+        yield
+    except OSError as error:
+        raise MemoryError(f"expected {size:,} bytes of shared memory, found {error}") from error
 
 
 os.register_at_fork(
