@@ -283,7 +283,12 @@ def test_no_memory_to_unpickle(caller: Mesh) -> None:
     assert rpc.rpc_sync(1, max, (1, 2)) == 2
 
 
+async def coroutine() -> int:
+    return 3
+
+
 @pytest.mark.system
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of coroutines that nobody awaits
 def test_no_threads_left(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None:
     """A worker that never had one in its pool runs one call at a time; its log says why, once."""
     ask_often()
@@ -296,5 +301,8 @@ def test_no_threads_left(caller: Mesh, caplog: pytest.LogCaptureFixture) -> None
         with pytest.raises(rpc.RpcTimeoutError) as info:
             rpc.rpc_sync(1, rpc.rpc_sync, (1, call, ("worker1",)), timeout=2)
         assert "no thread beyond 1 (see `ulimit -u`)" in str(info.value)
+        with pytest.raises(RuntimeError, match="can't start new thread") as info:
+            rpc.rpc_sync(1, coroutine)
+        assert "ulimit -u" in str(info.value.__cause__)
     assert caplog.text.count("thread for zrpc-worker1-worker; a call waits") == 1
-    assert call("worker1") == 2
+    assert (call("worker1"), rpc.rpc_sync(1, coroutine)) == (2, 3)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.descriptors import few_descriptors
 from tests.support.threads import no_more_threads
 from tests.support.waiting import SOON
 from zrpc.runtime.event_loop import EventLoop
@@ -148,15 +149,20 @@ def test_a_closed_loop_is_replaced(loop: EventLoop) -> None:
     assert threads() == []
 
 
-def test_a_thread_that_the_system_refuses_is_started_later(
-    loop: EventLoop,
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of coroutines that nobody awaits
+@pytest.mark.parametrize(
+    ("refused", "text"),
+    [(no_more_threads, "can't start new thread"), (few_descriptors, "Too many open files")],
+    ids=["threads", "descriptors"],
+)
+def test_a_loop_that_the_system_refuses_is_started_later(
+    loop: EventLoop, refused: Any, text: str
 ) -> None:
     """Otherwise all later coroutines would wait for a loop that nobody runs."""
-    other, coroutine = EventLoop("test-loop", contextvars.Context()), where()
-    with no_more_threads():
+    other = EventLoop("test-loop", contextvars.Context())
+    with refused():
         for each in (loop, other):
-            with pytest.raises(RuntimeError, match="can't start new thread"):
-                each.run(coroutine, contextvars.Context())
-    coroutine.close()
+            with pytest.raises((OSError, RuntimeError), match=text):
+                each.run(where(), contextvars.Context())
     other.close(SOON)
     assert [run(loop, where())[0]] == threads()

@@ -82,7 +82,11 @@ class Execution:
                     return
                 result = result.wait()  # and, unlike `value`, for the work on its devices
             elif isinstance(result, CoroutineType):
-                self._loop.run(self._await(result), contextvars.copy_context())
+                try:
+                    self._loop.run(self._await(result), contextvars.copy_context())
+                except (OSError, RuntimeError):
+                    result.close()  # or Python would warn that nobody has awaited it
+                    raise
                 return
         except BaseException as error:
             if generation != forks.generation:

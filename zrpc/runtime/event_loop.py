@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import contextvars
 import logging
+import select
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -57,13 +59,14 @@ class EventLoop:
         """Runs ``coroutine`` in ``context``.
 
         Args:
-            coroutine: must handle all its errors itself: SystemExit would stop the loop.
+            coroutine: must handle all its errors itself: SystemExit would stop the loop. It is
+                closed if it can't be run.
             context: the context of its task.
 
         Raises:
-            RuntimeError: the loop is closed.
+            OSError: the system has no descriptors for a loop.
+            RuntimeError: the loop is closed, or the system refuses it a thread.
         """
-        loop = self._started()
         tasks = self._tasks
 
         def start() -> None:
@@ -73,11 +76,13 @@ class EventLoop:
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-        self._coming[coroutine] = None
         try:
+            loop = self._started()
+            self._coming[coroutine] = None
             loop.call_soon_threadsafe(start)
-        except RuntimeError:  # it was closed in the meantime
+        except (OSError, RuntimeError):
             self._coming.pop(coroutine, None)
+            coroutine.close()  # or Python would warn that nobody has awaited it
             raise
 
     def call_later(self, seconds: float, job: Callable[[], object]) -> None:
@@ -116,7 +121,7 @@ class EventLoop:
             if self._closed:
                 raise RuntimeError("the worker is shutting down and runs no more coroutines")
             if self._loop is None or self._loop.is_closed():
-                loop = asyncio.new_event_loop()
+                loop = _new_loop()
                 thread = ContextThread(self._context, self._name, self._serve, (loop,))
                 try:
                     thread.start()
@@ -164,3 +169,14 @@ class EventLoop:
             run()
         except (SystemExit, KeyboardInterrupt) as error:
             logger.warning("%s goes on after %r in a coroutine", self._name, error)
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """Returns a new event loop, or raises an OSError if there are no descriptors for one.
+
+    A loop whose making fails halfway prints errors when it is freed. So as many are opened before.
+    """
+    with select.epoll():
+        for end in socket.socketpair():
+            end.close()
+    return asyncio.new_event_loop()
