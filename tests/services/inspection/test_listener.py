@@ -16,6 +16,7 @@ import pytest
 
 import zrpc
 from tests.support.hosts import mesh_on_hosts
+from tests.support.threads import no_more_threads
 from tests.support.waiting import SOON, until
 from zrpc.services.inspection import discovery
 from zrpc.services.inspection import listener as listening
@@ -113,6 +114,13 @@ def test_a_visitor_that_leaves_early_is_no_error(
     until(lambda: not visits())
     assert asked.questions == [SELF]
     assert not caplog.records
+
+
+def test_a_visitor_is_sent_away_if_the_system_refuses_a_thread(asked: Asked) -> None:
+    """The tick that admits visitors goes on."""
+    with visit(asked.path) as connection, no_more_threads():
+        asked.listener.admit()
+        assert connection.recv(1) == b""
 
 
 def test_visitors_are_few_at_the_same_time(asked: Asked) -> None:
