@@ -115,6 +115,20 @@ def streamed() -> None:
     assert list(rpc.rpc_stream(1, numbers, (9,), prefetch=4)) == list(range(9))
 
 
+def grouped() -> None:
+    assert rpc.rpc_sync(rpc.group([0, 1]), max, (1, rpc.each([0, 2]))) == [1, 2]
+
+
+def shared() -> None:
+    assert rpc.rpc_sync(rpc.group([0, 1]), abs, (rpc.share([-1, -2, -3]),)) == [1, 2, 3]
+
+
+def grouped_actors() -> None:
+    counters = rpc.remote(rpc.group([0, 1]), rpc.actor(Counter))
+    assert counters.rpc_sync().add(1) == [1, 1]
+    counters.stop()
+
+
 def left_stream() -> None:
     with rpc.rpc_stream(1, numbers, (10**9,), prefetch=2) as stream:
         assert next(stream) == 0
@@ -134,11 +148,13 @@ WORK = [
     streamed,
     left_stream,
 ]
+# Lack of memory for these is not tested.
+OF_GROUPS = [grouped, shared, grouped_actors]
 # By TCP, only the sending and the receiving are different.
 OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
 each_work = pytest.mark.parametrize(
     ("_mesh", "work"),
-    [*(("auto", work) for work in WORK), *(("tcp", work) for work in OVER_TCP)],
+    [*(("auto", work) for work in WORK + OF_GROUPS), *(("tcp", work) for work in OVER_TCP)],
     indirect=["_mesh"],
 )
 
@@ -148,7 +164,7 @@ def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     options = {**_OPTIONS, "transport": request.param}
     with local_mesh(2, timeout=3600, options=options) as mesh:
         with mesh.agent(0).as_current():
-            for work in WORK:  # opens the connections, for example
+            for work in WORK + OF_GROUPS:  # opens the connections, for example
                 work()
         yield mesh
 

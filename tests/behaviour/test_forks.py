@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +60,25 @@ def error() -> None:
 
 def leave() -> None:
     sys.exit(3)
+
+
+def fork_in_generator(in_child: Callable[[], Any]) -> Iterator[int]:
+    yield fork(in_child)
+
+
+async def fork_in_async_generator(in_child: Callable[[], Any]) -> AsyncIterator[int]:
+    yield fork(in_child)
+
+
+@pytest.mark.parametrize("generator", [fork_in_generator, fork_in_async_generator])
+def test_a_child_that_leaves_its_generator_exits(
+    caller: Mesh, generator: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for in_child, code in ((result, 0), (error, 1), (leave, 3)):
+        stream = rpc.rpc_stream("worker1", generator, args=(in_child,), timeout=20)
+        assert list(stream) == [code]
+        assert rpc.rpc_sync("worker1", os.getpid, timeout=20) == _TEST
+    assert "ValueError: in the child" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("handler", [fork, fork_in_coroutine])

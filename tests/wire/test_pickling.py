@@ -159,6 +159,28 @@ def _x_of(point: Point) -> int:
     return point.x
 
 
+def unnamed(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator without functools.wraps."""
+
+    def call(self: Any) -> Any:
+        return method(self)
+
+    return call
+
+
+class Client:
+    @unnamed
+    def fetch(self) -> str:
+        return "fetched"
+
+    def call(self) -> str:
+        return "called"
+
+
+def test_a_method_with_the_name_of_another_one_is_pickled_by_value() -> None:
+    assert there(Client().fetch)() == "fetched"
+
+
 @pytest.mark.parametrize("same_main", [True, False])
 def test_a_method_of_main_is_pickled_by_name_if_that_means_the_same(
     monkeypatch: pytest.MonkeyPatch, same_main: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -234,3 +235,16 @@ def test_calls_are_counted_and_traced_by_class_and_method(caller: Mesh, tmp_path
     assert sorted(take_stats(caller.agent(1)).actors) == ["Replay", "Replay 'named'"]
     assert take_stats(caller.agent(0)).calls["Replay.add"].number == 3
     assert take_stats(caller.agent(1)).handlers["Replay.add"].number == 3
+
+
+def test_actors_that_have_ended_are_not_counted(caller: Mesh) -> None:
+    gc.disable()
+    try:
+        for _ in range(3):
+            replay = zrpc.remote(1, Replay)
+            replay.rpc_sync().add(1)
+            replay.stop()
+            del replay
+        until(lambda: take_stats(caller.agent(1)).actors == {})
+    finally:
+        gc.enable()

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from zrpc.calls.future import Future
 from zrpc.errors import GroupError
-from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler, uninterrupted
 
 T = TypeVar("T")
 
@@ -50,6 +50,11 @@ class GroupFuture(Future[list[T]]):
             self._left -= 1
             if self._left:
                 return
+        with uninterrupted:  # what a signal handler raises is no member's error
+            self._complete()
+
+    def _complete(self) -> None:
+        """Takes the outcomes of all parts."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
         try:
