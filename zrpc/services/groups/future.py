@@ -51,9 +51,9 @@ class GroupFuture(Future[list[T]]):
             if self._left:
                 return
         with uninterrupted:  # what a signal handler raises is no member's error
-            self._complete()
+            self._take_outcomes()
 
-    def _complete(self) -> None:
+    def _take_outcomes(self) -> None:
         """Takes the outcomes of all parts."""
         results: dict[int, T] = {}
         errors: list[BaseException] = []
