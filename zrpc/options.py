@@ -51,7 +51,7 @@ def checked_timeout(name: str, seconds: Any) -> float:
     """
     try:
         if 0 <= seconds < float("inf"):
-            return min(float(seconds), LONGEST_TIMEOUT)
+            return float(min(seconds, LONGEST_TIMEOUT))
     except TypeError:
         if isinstance(seconds, timedelta):
             return checked_timeout(name, seconds.total_seconds())

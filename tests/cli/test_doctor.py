@@ -130,7 +130,7 @@ def test_directories_that_cannot_be_used(directory: Path) -> None:
     expect(findings["directory"], "failure", "/nonexistent (No such file", "make it one, or name")
     expect(findings["interface"], "warning", "127.0.0.1, not tried", "mend the directory")
     directory.chmod(0o777)
-    expect(examine(code=1)["directory"], "failure", "with mode 0777", "chmod o-w")
+    expect(examine(code=1)["directory"], "failure", "as its mode is 0777", "chmod go-w")
 
 
 def test_interfaces_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,8 @@ def test_an_address_without_a_mesh_is_an_error(free_port: int) -> None:
         zrpc.connect("host", SECRET)
     with pytest.raises(RuntimeError, match="Worker name must match"):
         zrpc.connect(f"127.0.0.1:{free_port}", SECRET, name="a b")
+    with pytest.raises(TypeError, match="a cluster secret as a str, but got bytes"):
+        zrpc.connect(f"127.0.0.1:{free_port}", SECRET.encode())  # type: ignore[arg-type]
     for options in ({}, {"rpc_timeout": 5}):
         with pytest.raises(TypeError, match=f"instance of RpcBackendOptions, but got {options}"):
             zrpc.connect(f"127.0.0.1:{free_port}", SECRET, rpc_backend_options=options)  # type: ignore[arg-type]

@@ -80,3 +80,15 @@ def test_directory_that_cannot_be_used_is_passed_over(base: Path) -> None:
     path = Path(done.stdout.strip())
     assert path.parent == base
     assert path.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("mode", [0o777, 0o2770, 0o1777])
+def test_a_directory_in_which_others_can_replace_anything_is_passed_over(
+    base: Path, mode: int
+) -> None:
+    (base / "open").mkdir()
+    (base / "open").chmod(mode)
+    done = run_python("-c", _MAKE, ZRPC_RUNTIME_DIR=str(base / "open"), TMPDIR=str(base))
+    sticky = mode & 0o1000
+    assert Path(done.stdout.strip()).parent == (base / "open" if sticky else base)

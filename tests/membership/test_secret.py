@@ -165,6 +165,21 @@ def test_a_secret_that_can_be_guessed_or_none(tmp_path: Path) -> None:
             find_secret({"ZRPC_SECRET": text})
 
 
+def test_a_secret_that_is_no_text_is_not_shown(tmp_path: Path) -> None:
+    other = "\udce9" * 40
+    with pytest.raises(AuthenticationError, match="UTF-8 text") as found:
+        find_secret({"ZRPC_SECRET": other})
+    error: BaseException | None = found.value
+    while error is not None:
+        assert "udce9" not in repr(error)
+        error = error.__cause__ or error.__context__
+    with pytest.raises(TypeError, match="as a str, but got bytes"):
+        ClusterSecret(TEXT.encode())  # type: ignore[arg-type]
+    for path in (str(tmp_path / ("x" * 300)), "/proc/self/mem"):
+        with pytest.raises(AuthenticationError, match="expected ZRPC_SECRET_FILE to name a file"):
+            find_secret({"ZRPC_SECRET_FILE": path})
+
+
 def test_new_secrets_differ_and_are_long_enough_and_not_shown() -> None:
     text = new_secret()
     assert text != new_secret()

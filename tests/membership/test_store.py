@@ -9,6 +9,7 @@ import gc
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 import weakref
@@ -109,13 +110,17 @@ def test_an_incomplete_or_unknown_url(monkeypatch: pytest.MonkeyPatch) -> None:
         ("/is/missing/store", 1, "found none: make /is/missing"),
         ("dangling", None, "No such file or directory"),
         ("locked", None, "within 0.5 s, found it locked by another program"),
+        ("notes", None, "with other contents, or only a part"),
+        ("cut", None, "with other contents, or only a part"),
     ],
-    ids=["missing", "dangling", "locked"],
+    ids=["missing", "dangling", "locked", "notes", "cut"],
 )
-def test_a_file_that_cannot_be_opened_or_locked(
+def test_a_file_that_cannot_be_opened_locked_or_read(
     tmp_path: Path, file: str, size: int | None, told: str
 ) -> None:
     (tmp_path / "dangling").symlink_to("/is/missing/store")
+    (tmp_path / "notes").write_text("do not forget the milk")
+    (tmp_path / "cut").write_bytes(struct.pack("=I", 3) + b"ke")
     # In a process of its own, which can be killed: torch's FileStore would retry for minutes, and
     # let no other thread run.
     url = f"file://{tmp_path / file}"

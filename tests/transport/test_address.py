@@ -145,6 +145,15 @@ def test_directories_of_other_users_are_left_alone(parent: Path) -> None:
     assert path.exists()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs another user")
+def test_a_parent_of_another_user_is_refused(parent: Path) -> None:
+    """Even with the sticky bit, its owner can replace what is in it."""
+    parent.chmod(0o1777)
+    os.chown(parent, 12345, -1)
+    with pytest.raises(AuthenticationError, match="user 12345 can replace what is in it"):
+        PrivateDirectory()
+
+
 def test_a_socket_can_be_bound_at_any_path_length(monkeypatch: pytest.MonkeyPatch) -> None:
     for length in (*range(56, 84), 200):
         with tempfile.TemporaryDirectory(prefix="zrpc-test-", dir="/tmp") as base:
@@ -198,9 +207,9 @@ def test_a_directory_open_to_others_and_a_link_are_refused(
 def test_a_parent_that_others_may_write_to_or_that_cannot_be_used_is_refused(
     monkeypatch: pytest.MonkeyPatch, parent: Path
 ) -> None:
-    for mode in (0o777, 0o702):
+    for mode in (0o777, 0o702, 0o770):
         parent.chmod(mode)
-        with pytest.raises(AuthenticationError, match=f"chmod o-w {parent}"):
+        with pytest.raises(AuthenticationError, match=f"{mode:04o}.: `chmod go-w {parent}"):
             PrivateDirectory()
         parent.chmod(mode | stat.S_ISVTX)  # like /tmp
         PrivateDirectory().remove()
@@ -243,7 +252,7 @@ def test_an_unsafe_temporary_directory_is_not_used(
     assert host_key() != key
     made.remove()
     other.chmod(0o777)
-    with pytest.raises(AuthenticationError, match=f"found {volume} with mode 0777"):
+    with pytest.raises(AuthenticationError, match=f"found {volume} .others .* its mode is 0777"):
         PrivateDirectory()
 
 

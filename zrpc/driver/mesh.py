@@ -20,6 +20,7 @@ from zrpc.errors import RendezvousError, RpcError
 from zrpc.launch.store import parse_address
 from zrpc.launch.worker import Roles
 from zrpc.membership.launched import launching
+from zrpc.membership.secret import ClusterSecret
 from zrpc.membership.store import connect_store
 from zrpc.membership.worker_info import WorkerInfo
 from zrpc.options import ZmqRpcBackendOptions, checked_options
@@ -132,7 +133,7 @@ def connect(
         AuthenticationError: the secret is another than the workers'.
         ValueError: the address has another form.
         RuntimeError: the name has another form than `WorkerInfo` has.
-        TypeError: the options have another type.
+        TypeError: the options or the secret have another type.
 
     May be called from any thread.
 
@@ -145,7 +146,10 @@ def connect(
     global _latest
     url = f"tcp://{parse_address(address)}"
     options = checked_options(rpc_backend_options)
-    WorkerInfo(name, 0)  # checks the name before the wait for the mesh
+    # Checks them before the wait for the mesh.
+    WorkerInfo(name, 0)
+    if secret is not None:
+        ClusterSecret(secret)
     place = MeetingPlace(url, None, secret, options)
     with _start_lock:
         _check_free()

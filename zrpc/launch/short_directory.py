@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 
 _RUNTIME_DIRECTORY = "ZRPC_RUNTIME_DIR"
@@ -12,6 +13,8 @@ _PREFIX = "zrpc-"
 _LONGEST_END = f"/{_PREFIX}xxxxxxxx/zrpc-inbox-xxxxxxxx/direct"
 # Without the zero at its end.
 _LONGEST_SOCKET = 107
+# The owner of what belongs to users outside of a user namespace: root, in most cases.
+_UNMAPPED = 65534
 _OTHERS = ("/tmp", "/dev/shm")
 
 
@@ -30,6 +33,9 @@ def short_directory() -> str:
         if (size := len(os.fsencode(root))) > room:
             tried[root] = f"its path has {size} bytes, and {room} leave room for sockets"
             continue
+        if unsafe := _unsafe(root):
+            tried[root] = unsafe
+            continue
         try:
             return tempfile.mkdtemp(prefix=_PREFIX, dir=root)
         except OSError as error:
@@ -39,6 +45,23 @@ def short_directory() -> str:
         + ", ".join(f"{root} ({problem})" for root, problem in tried.items())
         + f": name another in {_RUNTIME_DIRECTORY}"
     )
+
+
+def _unsafe(root: str) -> str:
+    """Returns why other users could replace what is in a directory; empty if they can't.
+
+    A worker has the same rules, in `zrpc.transport.address`, but looks only at what is made here.
+    """
+    try:
+        status = os.stat(root)
+    except OSError:
+        return ""  # it is reported when it is used
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (os.geteuid(), 0, _UNMAPPED):
+        return f"user {status.st_uid} can replace what is in it, as its owner"
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        return f"others can replace what is in it, as its mode is {mode:04o}"
+    return ""
 
 
 def _roots(tried: dict[str, str]) -> list[str]:

@@ -36,19 +36,27 @@ class ClusterSecret:
         text: at least 32 characters; surrounding white space doesn't count.
 
     Raises:
-        AuthenticationError: it is too short, or too long.
+        AuthenticationError: it is too short, or too long, or not of UTF-8 text.
+        TypeError: it is no str.
     """
 
     __slots__ = ("_key",)
 
     def __init__(self, text: str) -> None:
+        if not isinstance(text, str):
+            raise TypeError(f"expected a cluster secret as a str, but got {type(text).__name__}")
         text = text.strip()
         if not _MIN_CHARACTERS <= len(text) <= _MAX_CHARACTERS:
             raise AuthenticationError(
                 f"expected a cluster secret of {_MIN_CHARACTERS} to {_MAX_CHARACTERS} characters, "
                 f"found one of {len(text)}: make one with `zrpc secret`"
             )
-        self._key = text.encode()
+        self._key = text.encode(errors="replace")  # an error would have the secret in it
+        if self._key.decode() != text:
+            raise AuthenticationError(
+                "expected a cluster secret of UTF-8 text, found other bytes: make one with `zrpc "
+                "secret`"
+            )
 
     def __repr__(self) -> str:
         return "<ClusterSecret>"  # never the secret itself: this appears in logs
@@ -119,6 +127,8 @@ def _read(path: Path) -> ClusterSecret:
     try:
         _check_file(path, os.fstat(fd))
         data = os.read(fd, _MAX_CHARACTERS + 2)
+    except OSError as error:
+        raise _unreadable(path, error) from error
     finally:
         os.close(fd)
     try:
@@ -129,7 +139,7 @@ def _read(path: Path) -> ClusterSecret:
 
 def _unreadable(path: Path, error: OSError) -> AuthenticationError:
     advice = "make it with `zrpc secret FILE`, and copy it to each host"
-    if path.is_symlink() and not path.exists():
+    if os.path.islink(path) and not os.path.exists(path):  # unlike Path, for any path
         advice = f"it is a symbolic link to {path.readlink()}, and nothing is there"
     elif isinstance(error, PermissionError):
         advice = (

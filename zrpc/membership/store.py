@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import socket
+import struct
 import time
 from datetime import timedelta
 from socket import SOCK_STREAM
@@ -30,6 +31,7 @@ _NAME_ANOTHER = "Name a port that is free in MASTER_PORT, the same for all worke
 # How long a host may take to reach itself by loopback: other than a network, that needs no time.
 _LOOPBACK_SECONDS = 1.0
 _BACKLOG = 4096  # a whole mesh may connect at once
+_LENGTH = struct.Struct("=I")  # before each key and each value in the file of a FileStore
 
 
 def connect_store(
@@ -93,8 +95,8 @@ def connect_store(
 def _file_store(path: str, world_size: int, deadline: float, timeout: float) -> Store:
     """Opens the store in a file, once that can be opened and locked.
 
-    FileStore would wait for either without limit. It keeps the interpreter's lock meanwhile, so
-    that no other thread could end that wait.
+    FileStore would wait for either without limit, and for what is missing in a file that is cut
+    off. It keeps the interpreter's lock meanwhile, so that no other thread could end that wait.
     """
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
@@ -102,6 +104,12 @@ def _file_store(path: str, world_size: int, deadline: float, timeout: float) -> 
             raise RendezvousError(
                 f"expected the file {path}, in which the workers meet, to be free within "
                 f"{timeout:g} s, found it locked by another program: end that, or name another file"
+            )
+        if not _has_entries(file):  # those who write to it hold the lock
+            raise RendezvousError(
+                f"expected a new or empty file, or one in which workers meet, found {path} with "
+                "other contents, or only a part of them (is the disk full?): remove it, or name "
+                "another file"
             )
     finally:
         os.close(file)  # and unlocks it
@@ -113,6 +121,18 @@ def _locks(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     return False
+
+
+def _has_entries(file: int) -> bool:
+    """Returns whether a file is what FileStore writes: keys and values, each after its length."""
+    end, at, count = os.fstat(file).st_size, 0, 0
+    while at < end:
+        length = os.pread(file, _LENGTH.size, at)
+        if len(length) < _LENGTH.size:
+            return False
+        at += _LENGTH.size + _LENGTH.unpack(length)[0]
+        count += 1
+    return at == end and count % 2 == 0
 
 
 def _check_directory(path: str) -> None:

@@ -29,6 +29,8 @@ DIRECT = "direct"
 DESCRIPTORS = "files"
 
 _PREFIX = "zrpc-inbox-"
+# The owner of what belongs to users outside of a user namespace: root, in most cases.
+_UNMAPPED = 65534
 _LOCK = "alive"
 # A directory without a lock belongs to a worker that is starting, or was killed while starting.
 _START_SECONDS = 60
@@ -73,16 +75,16 @@ def _is_too_long(parent: Path) -> bool:
 def _problem(parent: Path) -> str:
     """Returns why private directories can't be made in it; empty if they can."""
     try:
-        mode = parent.stat().st_mode
+        status = parent.stat()
     except OSError as error:
         return error.strerror or str(error)
-    if not stat.S_ISDIR(mode):
+    if not stat.S_ISDIR(status.st_mode):
         return "Not a directory"
     if _is_too_long(parent):
         size, room = len(os.fsencode(parent)), _LONGEST_PATH - len(_LONGEST_END)
         return f"its path has {size} bytes, and {room} leave room for sockets"
-    if not _is_safe(mode):
-        return f"others can replace what is in it, as its mode is {stat.S_IMODE(mode):04o}"
+    if unsafe := _unsafe(status):
+        return unsafe
     return "" if os.access(parent, os.W_OK | os.X_OK) else "it can't be written to"
 
 
@@ -233,18 +235,25 @@ def check_private(path: Path) -> None:
         )
 
 
-def _is_safe(mode: int) -> bool:
-    """Returns whether other users can't replace what is in a directory of this mode."""
-    return not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)
+def _unsafe(status: os.stat_result) -> str:
+    """Returns why other users could replace what is in a directory; empty if they can't.
+
+    `zrpc.launch.short_directory` has the same rules.
+    """
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid not in (os.geteuid(), 0, _UNMAPPED):
+        return f"user {status.st_uid} can replace what is in it, as its owner"
+    if mode & (stat.S_IWGRP | stat.S_IWOTH) and not mode & stat.S_ISVTX:
+        return f"others can replace what is in it, as its mode is {mode:04o}"
+    return ""
 
 
 def _check_parent(parent: Path) -> None:
     """Refuses an unsafe directory; a missing one is reported when it is used."""
-    if parent.exists() and not _is_safe(mode := parent.stat().st_mode):
+    if parent.exists() and (unsafe := _unsafe(parent.stat())):
         raise AuthenticationError(
             "expected a directory for sockets in which others can't replace anything, found "
-            f"{parent} with mode {stat.S_IMODE(mode):04o}: `chmod o-w {parent}`, "
-            "or name another one in ZRPC_RUNTIME_DIR"
+            f"{parent} ({unsafe}): `chmod go-w {parent}`, or name another one in ZRPC_RUNTIME_DIR"
         )
 
 

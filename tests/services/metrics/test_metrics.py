@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import select
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +141,27 @@ def test_page_ends_with_the_worker_and_a_taken_port_is_only_logged(
     mesh.shutdown()
     with pytest.raises(OSError, match="refused"):
         Page(port)
+
+
+@pytest.mark.system
+def test_visitors_that_say_nothing_hold_few_threads_and_end_with_the_worker(
+    mesh_port: tuple[Mesh, int],
+) -> None:
+    mesh, port = mesh_port
+    before = threading.active_count()
+    with contextlib.ExitStack() as stack:
+        visitors = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(30)
+        ]
+
+        def ended() -> int:
+            return sum(not visitor.recv(1) for visitor in select.select(visitors, [], [], 0)[0])
+
+        until(lambda: ended() >= 20)
+        assert 0 < threading.active_count() - before < 10
+        mesh.shutdown()
+        until(lambda: ended() == len(visitors))
+    until(lambda: threading.active_count() <= before)
 
 
 def test_address_of_a_worker() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from typing import TYPE_CHECKING
 
 from typing_extensions import override
@@ -16,11 +15,9 @@ from zrpc.membership.init_method import own_variable
 from zrpc.services.metrics.address import METRICS_PORT, metrics_address
 
 if TYPE_CHECKING:
-    from wsgiref.simple_server import WSGIServer
+    from zrpc.services.metrics.page import PageServer
 
 logger = logging.getLogger(__name__)
-
-_JOIN_SECONDS = 5.0
 
 
 class MetricsService(Service):
@@ -34,7 +31,7 @@ class MetricsService(Service):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self._server: tuple[WSGIServer, threading.Thread] | None = None
+        self._server: PageServer | None = None
         port = own_variable(METRICS_PORT, agent.membership.own_record)
         variables = {**os.environ, METRICS_PORT: port}
         address = metrics_address(variables, agent.worker_info.rank)
@@ -43,25 +40,24 @@ class MetricsService(Service):
 
     def _serve(self, address: str, port: int) -> None:
         try:
-            from prometheus_client import start_http_server
+            from prometheus_client import make_wsgi_app
 
             from zrpc.services.metrics.collector import make_registry
+            from zrpc.services.metrics.page import PageServer
         except ImportError as error:
             raise OptionError(
                 f"{METRICS_PORT} is set, but prometheus-client isn't installed ({error}): "
                 "pip install prometheus-client"
             ) from error
         try:
-            self._server = start_http_server(port, address, make_registry(self.agent))
-        except OSError as error:
-            place = f"http://{address}:{port}: {error.strerror or error}"
+            self._server = PageServer(address, port, make_wsgi_app(make_registry(self.agent)))
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            place = f"http://{address}:{port}: {why}"
             asked = f"{METRICS_PORT} is {os.environ[METRICS_PORT]}"
             logger.warning("%s serves no metrics: %s (%s)", self.agent.worker_info, place, asked)
 
     @override
     def close(self) -> None:
         if self._server is not None:
-            server, thread = self._server
-            server.shutdown()
-            server.server_close()
-            thread.join(_JOIN_SECONDS)
+            self._server.close()
