@@ -37,7 +37,7 @@ from zrpc.agent.agent import Agent
 from zrpc.services.shm import borrowed
 from zrpc.services.shm.borrowed import MAX_KNOWN
 from zrpc.services.shm.segments import record
-from zrpc.testing import Mesh
+from zrpc.testing import Mesh, faults
 from zrpc.testing.procfs import descriptors
 from zrpc.transport.descriptors import DescriptorSocket
 from zrpc.wire.kind import Kind, Tag
@@ -308,3 +308,37 @@ def test_a_peer_that_sends_too_many_descriptors_harms_only_itself(joined: Mesh) 
     again.close()
     os.close(ours)
     shutil.rmtree(directory)
+
+
+# -- messages that are lost ----------------------------------------------------------------
+
+
+def lose(mesh: Mesh, sender: int, function: Any, argument: Any) -> None:
+    """Loses the next message of a worker to the other one: a call, or its answer."""
+    with faults.drop(mesh, sender, 1 - sender), pytest.raises(zrpc.RpcTimeoutError):
+        zrpc.rpc_sync(1, function, (argument,), timeout=0.2)
+
+
+@pytest.mark.system
+@pytest.mark.zrpc(faults=True)
+def test_a_segment_comes_back_if_a_message_is_lost(caller: Mesh) -> None:
+    """If it brings the segment, or returns it. One that is in use stays lent."""
+    lender, borrower = service_of(caller, 0), service_of(caller, 1)
+    lose(caller, 0, torch.numel, large(1))
+    assert lender.pool.lent == 1
+    lose(caller, 1, large, 1)
+    assert borrower.pool.lent == 1
+    used = zrpc.rpc_sync(1, large, (2,))
+    assert borrower.pool.lent == 2
+    with faults.drop(caller, 0, 1) as fault:
+        del used
+        until(lambda: fault.happened == 1, "it is returned", collect=True)
+    used = zrpc.rpc_sync(1, large, (3,))
+    for each in (lender, borrower):
+        each.check_seconds = 0.1
+    until_returned(lender)
+    until_returned(borrower, lent=1)
+    for _ in range(3):  # it is asked again and again, and has it
+        assert torch.equal(zrpc.rpc_sync(1, torch.neg, (used,)), -large(3))
+    until_returned(borrower, lent=1)
+    assert torch.equal(used, large(3))

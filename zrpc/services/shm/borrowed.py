@@ -153,6 +153,10 @@ class Loans:
         self.open[id(watched)] = Loan(owner, number, weakref.ref(memory), watched)
         return [(ctypes.c_char * size).from_buffer(whole, offset) for offset, size in places]
 
+    def has(self, owner: MemberId, number: int) -> bool:
+        """Returns whether a segment is lent to this worker."""
+        return any((each.owner, each.number) == (owner, number) for each in self.open.values())
+
     def returned(self) -> list[Loan]:
         """Takes out and returns the loans whose views are all freed."""
         loans = []

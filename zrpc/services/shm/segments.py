@@ -58,6 +58,7 @@ class Verb(IntEnum):
     RETURN = 1  # use this segment again
     KEEP = 2  # never use this segment again: I may read it without limit, or can't open it
     CLOSED = 3  # this segment is not lent again
+    CHECK = 4  # have you still borrowed this segment? Else the message, or its return, is lost
 
 
 Place = tuple[int, int]  # offset and size of a buffer
@@ -88,6 +89,7 @@ class Segment:
     Attributes:
         number: its number among this worker's segments; never reused.
         borrowers: the workers that it is lent to, and how often.
+        checked: when it was last lent, or its borrowers were asked whether they still have it.
         known_to: the workers that have got its descriptor.
         held: whether this worker holds it, to lend it again.
         buffer: the buffer in it that this worker holds it for.
@@ -116,6 +118,7 @@ class Segment:
         self.shared = False
         self.fresh = True
         self.borrowers: Counter[MemberId] = Counter()
+        self.checked = 0.0
         self.known_to: set[MemberId] = set()
         self.held = self.was_held = False
         self.kept_by: set[MemberId] = set()
@@ -247,6 +250,7 @@ class SegmentPool:
             return None
         segment.was_held = False
         segment.borrowers[borrower] = 1
+        segment.checked = time.monotonic()
         return segment, offsets
 
     def hold(self, size: int) -> Segment | None:
@@ -273,6 +277,7 @@ class SegmentPool:
         if segment.number not in self.segments or borrower in segment.kept_by:
             return False
         segment.borrowers[borrower] += 1
+        segment.checked = time.monotonic()
         return True
 
     def hold_until_freed(self, segment: Segment, buffer: Any, shared: bool) -> None:
@@ -365,6 +370,12 @@ class SegmentPool:
     def _alike(self, segment: Segment) -> int:
         """Returns how many free segments were held and are as large as this one."""
         return sum(each.was_held and each.size == segment.size for each in self._free())
+
+    def unchecked(self, since: float) -> list[Segment]:
+        """Returns the lent segments that were not lent or checked since a time."""
+        return [
+            s for s in self.segments.values() if s.borrowers and s.checked < since and not s.writing
+        ]
 
     def close_idle(self, unused_since: float) -> None:
         """Closes free segments that were last used before a time."""

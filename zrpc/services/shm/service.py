@@ -3,7 +3,8 @@
 The sender copies the large buffers of a message into a segment of its own, and the message says
 where. The receiver maps the segment, and its tensors are views of it. When they are freed it
 returns the segment, to be used again: with the next message to the sender, often the answer, or
-else by a message of its own. So there is one copy in and none out. What the sender holds in a
+else by a message of its own. The sender asks now and then for what it has lent for long: one of
+these messages may be lost. So there is one copy in and none out. What the sender holds in a
 segment is not even copied in, however many peers it is sent to. Tensors on devices are copied from
 there into a segment at once.
 
@@ -61,6 +62,7 @@ class SharedMemoryService(Service, MessageHooks):
         pool: this worker's segments.
         loans: the segments that peers have lent to this worker.
         idle_seconds: how long a free segment is kept for the next message.
+        check_seconds: how often borrowers are asked for what they have.
         sent_bytes, received_bytes: the size of all buffers that went and came by shared memory.
     """
 
@@ -72,7 +74,7 @@ class SharedMemoryService(Service, MessageHooks):
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(agent)
-        self.idle_seconds = 10.0
+        self.idle_seconds = self.check_seconds = 10.0
         # Guards the pool and what has been borrowed, which any thread that sends uses.
         self._lock = UninterruptedLock()
         # Without capacity it carries nothing.
@@ -355,6 +357,11 @@ class SharedMemoryService(Service, MessageHooks):
         if verb == Verb.CLOSED:
             self._receive_descriptors()  # it may be among them
             self.loans.forget(member, number)
+        elif verb == Verb.CHECK:
+            with self._lock:
+                self._note_ended()
+                if not self.loans.has(member, number):
+                    self._note(member, Verb.KEEP, number)
         elif verb in (Verb.RETURN, Verb.KEEP):
             with self._lock:
                 end = self.pool.give_back if verb == Verb.RETURN else self.pool.retire
@@ -392,8 +399,28 @@ class SharedMemoryService(Service, MessageHooks):
         self._receive_descriptors()  # those that no message names; else they would need all room
         page_locks.unlock_ended()
         if len(self.pool):
+            now = time.monotonic()
             with self._lock:
-                self.pool.close_idle(time.monotonic() - self.idle_seconds)
+                self.pool.close_idle(now - self.idle_seconds)
+                unchecked = self.pool.unchecked(now - self.check_seconds)
+            if unchecked and self._all_is_sent():
+                self._check(unchecked)
+
+    def _all_is_sent(self) -> bool:
+        """Returns whether no message that may name a segment waits, for descriptors or for room."""
+        calls = self.agent.caller.calls.in_flight()
+        return not len(self.agent.outbox) and all(call.left for call in calls)
+
+    def _check(self, segments: Sequence[Segment]) -> None:
+        """Asks the borrowers of segments whether they still have them.
+
+        The message that has lent one may be lost, or the one that has returned it.
+        """
+        with self._lock:
+            for segment in segments:
+                segment.checked = time.monotonic()
+                for member in segment.borrowers:
+                    self._note(member, Verb.CHECK, segment.number)
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
