@@ -21,12 +21,17 @@ from zrpc.membership.worker_info import WorkerInfo
 from zrpc.services.names.messages import Holder, Naming
 from zrpc.services.names.service import NameService
 from zrpc.services.names.waiting import Deadline, Waiting
+from zrpc.services.rref.creation import error_of_creation
 from zrpc.services.rref.orders import ActorOrders
 from zrpc.services.rref.rref import RRef
 from zrpc.services.rref.service import RRefService
 from zrpc.wire.kind import Kind, Tag
 
 _MAX_NAME = 1024
+
+
+class _CallLost(Exception):
+    """The call that makes an actor is lost; its RRef has the error."""
 
 
 def make_named(
@@ -125,13 +130,16 @@ def _claim(
         what = name_of(body) if options is None else options.title
         restarts = options is not None and options.restarts
         naming = Naming(name, what, options is not None, past, restarts)
-        more = [(Tag.NAMING, naming.pack())]
-        rref = RRef._create(agent, to, body, timeout, rref_id=rref_id, more=more, name=name)
+        about: Any = {"rref_id": rref_id, "name": name, "more": [(Tag.NAMING, naming.pack())]}
+        failed = partial(waiting.fail, _CallLost())
+        rref = RRef._create(agent, to, body, timeout, failed=failed, **about)
         is_made = False
         try:
             holder = waiting.get()
             is_made = holder is None
             return rref, holder
+        except _CallLost as lost:
+            raise error_of_creation(rref._failure or lost, rref._order) from None
         except WorkerDied as error:
             died = error if rref._order is None else rref._order.died(str(error))
             died.executed = error.executed

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from zrpc.agent.agent import Agent
 from zrpc.agent.service import ExtensionReader, Handler, Service
 from zrpc.calls.future import Future
 from zrpc.calls.message_hooks import MessageHooks
-from zrpc.errors import WorkerDied, expecting, has_shut_down, of_lost_message
+from zrpc.errors import RpcError, WorkerDied, expecting, has_shut_down, of_lost_message
 from zrpc.runtime.interrupts import UninterruptedLock
 from zrpc.services.actors.mailbox import Mailbox
 from zrpc.services.actors.service import ActorService
@@ -343,6 +343,22 @@ class NameService(Service, MessageHooks):
     @override
     def on_messages_lost(self, member: MemberId) -> None:
         self._next_repeat = 0.0
+        text = (
+            f"a message from {self.agent.membership.infos[member]} is lost, which may have said "
+            "whether an actor has its name: a connection broke. zrpc.get_actor() finds it if it has"
+        )
+        for each in self._makers():
+            if each.member == member:
+                each.fail(RpcError(text))
+
+    @override
+    def awaited_members(self) -> Collection[MemberId]:
+        return {each.member for each in self._makers()} - {self._own_id}
+
+    def _makers(self) -> list[Waiting[Any]]:
+        """Returns the waits of threads that make actors."""
+        with self._lock:
+            return [waiting for waiting, of in self._waiting.items() if of is not None]
 
     @override
     def idle(self) -> bool:

@@ -43,6 +43,7 @@ class Creation:
         fork_id: this worker's fork; None if it is the owner.
         owner: the worker that makes the value.
         fail: tells the handle of an error of the call, if the handle still exists.
+        failed: is called after that if the call or its answer was lost, or could not be read.
         state: guarded by the service's lock.
     """
 
@@ -51,6 +52,7 @@ class Creation:
     fork_id: ForkId | None
     owner: WorkerInfo
     fail: weakref.WeakMethod[Callable[[Exception | Message], None]]
+    failed: Callable[[], object] | None = None
     state: _State = _State.NEW
 
     def start(
@@ -120,6 +122,8 @@ class Creation:
         # What the function raises belongs to the value: if the answer is an error, the owner could
         # not read the message.
         unread = isinstance(outcome, Message) and outcome.kind == Kind.ERROR
+        # If it is the answer that is lost, the owner has a value already, which stays.
+        lost = unread or type(outcome) is RpcError
         failed = unread or isinstance(outcome, Exception)
         if self.fork_id is not None:
             with self.service.lock:
@@ -127,11 +131,13 @@ class Creation:
                     self.state = _State.SETTLED
                 if not failed:
                     self.service.references.on_listed(self.fork_id)
-            if unread:
+            if lost:
                 self.on_not_made()
                 self.service.settle_references()
         if failed and (fail := self.fail()) is not None:
             fail(outcome)
+        if lost and self.failed is not None:
+            self.failed()
         call.claim()
 
     def on_not_made(self) -> None:

@@ -138,12 +138,14 @@ class RRef(Generic[T]):
         more: Extensions = (),
         name: str = "",
         made_by: Any = None,
+        failed: Callable[[], object] | None = None,
     ) -> RRef[Any]:
         """Makes the RRef that `zrpc.remote` returns: of the result of a function.
 
         The body is the function, args and kwargs; with a ``subject``, the name of a method of its
         value comes first. The id of the value may be drawn already, ``more`` extends the message,
-        ``name`` is an actor's own, and ``made_by`` the function if the body hides it.
+        ``name`` is an actor's own, and ``made_by`` the function if the body hides it. ``failed`` is
+        called if the call is lost, soon after the RRef has the error.
         """
         service = agent.service(RRefService)
         rref: RRef[Any] = cls.__new__(cls)
@@ -160,7 +162,7 @@ class RRef(Generic[T]):
             again = partial(cls._create, agent, body=body, timeout=timeout, **more_of_it)
             label = ActorLabel(options.title, name, options.restarts)
             rref._number_calls(label, again)
-        creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail))
+        creation = Creation(service, rref_id, fork_id, to, weakref.WeakMethod(rref.fail), failed)
         # The end of the subject must not overtake the call.
         subject_id, order = (subject._rref_id, subject._order) if subject else (None, None)
         holds = subject or rref._order
