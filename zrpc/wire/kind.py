@@ -53,6 +53,8 @@ class Kind(IntEnum):
     ASK = 11, Rules(counted=False)  # what does the receiver do, or where do these calls stand?
     TELL = 12, Rules(counted=False)  # answers ASK, as JSON
     LOST = 13, Rules(counted=False)  # members that are lost, and members that are put out
+    # Does the receiver still wait for these calls, which the sender serves? Or: it does not.
+    WAITING = 14, Rules(counted=False)
     # A call whose result stays with the callee, as an RRef.
     REMOTE = 16, Rules(answered=True, metered=True)
     FETCH = 17, Rules(answered=True, droppable=True)  # asks for the value of an RRef
@@ -82,7 +84,7 @@ class Kind(IntEnum):
     STREAM = 44, Rules(answered=True, metered=True, droppable=True)
     ITEMS = 45  # a batch of the items of a stream
     CREDIT = 46  # what the caller has received of a stream, and so how far it may run
-    UNNEEDED = 48, Rules(counted=False)  # parts of calls of a group that are handed on
+    UNNEEDED = 48  # parts of calls of a group that are handed on
     TAKEN = 52  # whether a call still waited for its answer, which brought items of a queue
 
 

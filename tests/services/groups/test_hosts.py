@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,6 +26,7 @@ from zrpc.agent.stats import GroupStats
 from zrpc.testing import Mesh
 from zrpc.testing.plugin import MakeMesh
 from zrpc.wire.kind import Kind, Tag
+from zrpc.wire.member_id import MemberId
 from zrpc.wire.message import Message
 
 OPTIONS = {"rpc_timeout": 40}
@@ -337,6 +339,27 @@ def test_a_call_that_is_interrupted_at_any_step_leaves_nothing(hosts: Hosts) -> 
         with contextlib.suppress(KeyboardInterrupt), at_step(step, interrupt_there):
             call()
         call()
+
+
+def test_a_relay_keeps_nothing_if_the_word_that_it_is_not_needed_is_lost(
+    hosts: Hosts, gate: Gate
+) -> None:
+    def kept() -> bool:
+        pools = [service_of(hosts.mesh, each).pool for each in hosts.far]
+        return any(segment.held for pool in pools for segment in pool.segments.values())
+
+    calls = zrpc.rpc_async(
+        hosts.group(*hosts.far), gated, (gate, large(1), zrpc.each([0, 1, 1, 1]))
+    )
+    gate.await_entry()
+    until(kept)
+    for each in hosts.far:
+        agent = hosts.mesh.agent(each)
+        lost = partial(agent.dispatcher.count_missing, MemberId(hosts.caller), 0, 0)
+        agent.receiver.in_io_thread(lost)
+    until(lambda: not kept())
+    gate.open()
+    assert [result for _, result in calls.wait()] == [total(large(1))] * 4
 
 
 def test_a_malformed_ticket_fails_its_call_only(hosts: Hosts) -> None:

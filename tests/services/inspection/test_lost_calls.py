@@ -1,7 +1,11 @@
-"""Loss detection: a call that is lost fails, and no other call does."""
+"""Loss detection: a call that is lost fails, and no other call does.
+
+Nothing is kept for messages without an answer that are lost.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import itertools
@@ -10,17 +14,18 @@ import random
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 import zmq
 
 import zrpc
 from tests.services.inspection.doors import knock
 from tests.support.gates import Gate
 from tests.support.io_threads import await_io_thread
-from tests.support.observed import ask_often
+from tests.support.observed import ask_often, busy, stats_of
 from tests.support.refusals import refusing
 from tests.support.targets import echo
 from tests.support.waiting import SOON, until
@@ -68,17 +73,28 @@ def echo_late(value: Any, seconds: float) -> Any:
 
 
 @contextlib.contextmanager
-def unasked(mesh: Mesh) -> Iterator[None]:
-    """Meanwhile worker0 asks nothing, so that no fault meets a question or its answer."""
-    rules = mesh.agent(0).service(InspectionService).rules
+def unasked(mesh: Mesh, caller: int = 0, callee: int = 1) -> Iterator[None]:
+    """Meanwhile the caller asks nothing, so that no fault meets a question or its answer."""
+    rules = mesh.agent(caller).service(InspectionService).rules
     rules.seconds = math.inf
-    await_io_thread(mesh.agent(0))
-    zrpc.rpc_sync(1, echo, (SMALL,))  # behind a question that was asked just before
+    await_io_thread(mesh.agent(caller))
+    # Behind a question that was asked just before.
+    mesh.run(caller, zrpc.rpc_sync, callee, echo, (SMALL,))
     try:
         yield
     finally:
         rules.seconds = OFTEN
-        rules.forget(MemberId(1))  # also a question that was answered meanwhile
+        rules.forget(MemberId(callee))  # also a question that was answered meanwhile
+
+
+@contextlib.contextmanager
+def losing(
+    mesh: Mesh, sender: int = 0, receiver: int = 1, *, caller: int = 0, callee: int = 1
+) -> Iterator[None]:
+    """Loses the message that is sent in the block."""
+    with unasked(mesh, caller, callee), faults.drop(mesh, sender, receiver) as fault:
+        yield
+        until(lambda: fault.happened == 1)
 
 
 @pytest.mark.parametrize("value", [SMALL, LARGE], ids=["small", "large"])
@@ -232,3 +248,131 @@ def test_an_item_goes_back_to_its_queue_if_the_answer_with_it_is_lost(
     queue.rpc_sync().close()
     with pytest.raises(zrpc.QueueClosed):
         queue.rpc_sync().get()
+
+
+@pytest.mark.parametrize("use", [lambda rref: rref.to_here(), lambda rref: rref.rpc_sync().get(1)])
+def test_who_waits_for_a_value_gets_an_error_if_the_call_that_makes_it_is_lost(
+    caller: Mesh, use: Callable[[Any], Any]
+) -> None:
+    with losing(caller):
+        rref = zrpc.remote(1, dict, timeout=0)
+    with pytest.raises(zrpc.RpcError, match="never made on worker1"):
+        use(rref)
+    with losing(caller, 1, 0):  # its answer: the value is made, and stays
+        rref = zrpc.remote(1, dict, timeout=0)
+    until(rref.confirmed_by_owner)
+    assert zrpc.rpc_sync(1, use_here, (rref,)) == {}
+
+
+def use_here(rref: zrpc.RRef[Any]) -> Any:
+    return rref.to_here()
+
+
+@pytest.mark.zrpc(workers=3)
+@pytest.mark.parametrize(
+    ("way", "error"),
+    [((1, 2), "a call to .* is lost"), ((2, 1), "whether an actor has its name")],
+    ids=["call", "answer"],
+)
+def test_the_maker_of_an_actor_with_a_name_does_not_wait_for_a_lost_message(
+    mesh: Mesh, way: tuple[int, int], error: str
+) -> None:
+    """Beside worker0, which grants names."""
+    with losing(mesh, *way, caller=1, callee=2):
+        making = mesh.submit(1, zrpc.remote, 2, Counter, timeout=0, name="counter")
+    with pytest.raises(zrpc.RpcError, match=error):
+        making.result(SOON)
+
+
+# What loses a message without an answer.
+
+
+async def never() -> None:
+    await asyncio.sleep(1000)
+
+
+def numbers() -> Iterator[int]:
+    yield from itertools.count()
+
+
+def lose_cancellation(mesh: Mesh) -> None:
+    future = zrpc.rpc_async(1, never, timeout=0)
+    until(lambda: busy(mesh))
+    with losing(mesh):
+        future.cancel()
+
+
+def lose_cancellation_of_actor(mesh: Mesh) -> None:
+    waiter = zrpc.remote(1, Waiter)
+    future = waiter.rpc_async(timeout=0).wait()
+    until(lambda: busy(mesh))
+    with losing(mesh):
+        future.cancel()
+    check_often(mesh)
+    assert waiter.rpc_sync().name() == "waiter"  # which the lost one no longer holds up
+
+
+def lose_close(mesh: Mesh) -> None:
+    stream = zrpc.rpc_stream(1, numbers, timeout=0, prefetch=2)
+    assert [next(stream) for _ in range(2)] == [0, 1]
+    with losing(mesh):
+        stream.close()
+
+
+def lose_end_of_context(mesh: Mesh) -> None:
+    with contextlib.ExitStack() as lost, zrpc.autograd.context():
+        zrpc.rpc_sync(1, echo, (torch.ones(2, requires_grad=True),))
+        lost.enter_context(losing(mesh))
+
+
+def lose_end_of_rref(mesh: Mesh) -> None:
+    rref = zrpc.remote(1, dict)
+    rref.to_here()
+    with losing(mesh):
+        del rref
+
+
+@zrpc.actor
+class Waiter:
+    async def wait(self) -> None:
+        await never()
+
+    def name(self) -> str:
+        return "waiter"
+
+
+def check_often(mesh: Mesh) -> None:
+    for name in mesh:
+        mesh.agent(name).service(InspectionService).rules.check_seconds = OFTEN
+
+
+LOSE = [
+    lose_cancellation,
+    lose_cancellation_of_actor,
+    lose_close,
+    lose_end_of_context,
+    lose_end_of_rref,
+]
+
+
+@pytest.mark.parametrize("lose", LOSE)
+def test_nothing_is_kept_if_a_message_without_an_answer_is_lost(
+    caller: Mesh, lose: Callable[[Mesh], None]
+) -> None:
+    lose(caller)
+    check_often(caller)
+
+    def kept() -> list[int]:
+        stats = stats_of(caller, 1)
+        return [stats.requests_in_progress, stats.rrefs_owned, stats.autograd_contexts]
+
+    until(lambda: not any(kept()), lambda: f"kept {kept()}")
+
+
+@pytest.mark.parametrize("lose", [lose_cancellation, lose_close])
+def test_a_graceful_shutdown_does_not_wait_for_what_a_lost_message_was_to_end(
+    caller: Mesh, lose: Callable[[Mesh], None]
+) -> None:
+    lose(caller)
+    shutdowns = [caller.submit(rank, zrpc.shutdown, timeout=SOON) for rank in range(2)]
+    assert [each.result(SOON) for each in shutdowns] == [None, None]

@@ -284,6 +284,11 @@ class GroupService(Service, MessageHooks):
         self._drop([key for key in list(self._copies) if key[0] == member])
 
     @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        # One may have said that a part is not needed. One that is, is asked for again.
+        self.on_member_lost(member)
+
+    @override
     def close(self) -> None:
         self.gates.end()
         self._drop(list(self._copies))

@@ -14,7 +14,10 @@ when it is missing twice.
 
 Questions and answers also say how many messages their sender has sent by the same way. If fewer
 have come, twice, the others are lost, calls or not. Services that wait for messages other than
-answers are told, and have the peer asked as callees are.
+answers are told, and have the peer asked as callees are. Nobody waits for some messages, such as
+the end of an RRef, but if one is lost, its receiver keeps something for good. So now and then a
+worker also asks the peers to which it has sent anything since; and all of them while a graceful
+shutdown takes long.
 
 All times are in seconds, on one clock that does not go back.
 """
@@ -29,6 +32,7 @@ from typing import Any, NamedTuple
 
 from typing_extensions import Buffer
 
+from zrpc.agent.service import LOST_AFTER_ANSWERS
 from zrpc.errors import ProtocolError, expecting
 from zrpc.wire.kind import Kind
 from zrpc.wire.member_id import MemberId
@@ -149,13 +153,19 @@ class Questions:
 
     Attributes:
         seconds: how often a callee is asked, and the age from which calls are asked about.
+        check_seconds: how often it is seen to which peers anything was sent. If 64 workers all call
+            each other, each sends six questions a second for that.
         numbers: of questions.
+        unchecked: how often the peers must still answer that may lack messages, see `check`.
     """
 
     seconds = 1.0
+    check_seconds = 30.0
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
+        self.unchecked: dict[MemberId, int] = {}
+        self._checked: dict[MemberId, int] = {}  # how many messages each had been sent by then
         self._questions: dict[MemberId, _Question] = {}
         # How many messages are missing, by sender and way, and since when.
         self._short: dict[tuple[MemberId, int], tuple[int, float]] = {}
@@ -165,10 +175,22 @@ class Questions:
     def forget(self, member: MemberId) -> None:
         """Drops what is known of a peer that is gone."""
         self._questions.pop(member, None)
+        self.unchecked.pop(member, None)
+        self._checked.pop(member, None)
         for kind in (Kind.ASK, Kind.TELL):
             self._copies.pop((kind, member), None)
         for way in range(2):
             self._short.pop((member, way), None)
+
+    def check(self, sent: Mapping[MemberId, int]) -> None:
+        """Has peers asked that were sent messages since the last check, whether any are lost.
+
+        Args:
+            sent: how many messages each peer was ever sent.
+        """
+        changed = sent.items() - self._checked.items()
+        self.unchecked |= {member: LOST_AFTER_ANSWERS for member, count in changed if count}
+        self._checked.update(changed)
 
     def ask_only(self, members: Collection[MemberId], now: float) -> None:
         """Drops the questions to other peers, since nothing waits for them, once they are old.
@@ -227,6 +249,10 @@ class Questions:
         asked.patient_until = now + self.seconds
         standing = {each: answer.calls.get(each, _MISSING) for each in calls}
         asked.answer, asked.answered_at = answer._replace(calls=standing), now
+        if member in self.unchecked:
+            self.unchecked[member] -= 1
+            if not self.unchecked[member]:
+                del self.unchecked[member]
         before, asked.missing = asked.missing, standing.keys() - answer.calls.keys()
         return sorted(before & asked.missing)
 

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, Queue
@@ -45,6 +45,9 @@ _LOOK_SECONDS = 0.1
 # With this a question and its answer begin: the question's number, the way, the number of ways, and
 # how many messages went that way before.
 _HEAD = struct.Struct("<QBBQ")
+# A message of the kind WAITING has one of the bytes, and then the numbers of calls.
+_DO_YOU_WAIT, _I_DO_NOT = b"?", b"!"
+_CALL = struct.Struct("<Q")
 
 
 class InspectionService(Service):
@@ -64,6 +67,7 @@ class InspectionService(Service):
         self._black_holes = BlackHoles(agent)
         limit = agent.options.warn_after
         self._stuck = StuckCalls(agent, limit, self.explain, self.rules.standing)
+        self._checked_at = self._ran_at = time.monotonic()
         self._listener = self._open_listener()
         # Sends questions and answers. Not the thread that runs callbacks: these may compute.
         self._sender = HandlerPool(1, f"zrpc-{agent.worker_info.name}-questions", agent.context)
@@ -77,12 +81,20 @@ class InspectionService(Service):
             Kind.ASK: self._on_question,
             Kind.TELL: self._on_answer,
             Kind.CIRCLE: self._circles.on_circle,
+            Kind.WAITING: self._on_waiting,
         }
 
     @override
     def on_member_lost(self, member: MemberId) -> None:
         self.rules.forget(member)
         self._black_holes.forget(member)
+
+    @override
+    def on_messages_lost(self, member: MemberId) -> None:
+        # They may be cancellations. Then the handlers go on for nobody, perhaps without end.
+        requests = [each for each in self.agent.callee.requests.all() if each.sender == member]
+        served = [each.call_id for each in requests if not each.scope.must_run]
+        self._post_calls(member, _DO_YOU_WAIT, served)
 
     @override
     def explain(self, member: MemberId, call_id: int = 0) -> str:
@@ -117,7 +129,9 @@ class InspectionService(Service):
         self._circles.look(now)
 
     def _ask_callees(self, now: float) -> None:
-        waiting: dict[MemberId, list[int]] = {member: [] for member in self.agent.awaited_members()}
+        self._check(now)
+        awaited = self.agent.awaited_members() | self.rules.unchecked.keys()
+        waiting: dict[MemberId, list[int]] = {member: [] for member in awaited}
         for call in self.agent.caller.calls.in_flight():
             if now - call.begun < self.rules.seconds:
                 break  # those that follow are younger
@@ -132,6 +146,18 @@ class InspectionService(Service):
             number, asked = self.rules.ask(member, call_ids, now)
             if number:
                 self._send_each_way(member, Kind.ASK, number, dump_question(asked))
+
+    def _check(self, now: float) -> None:
+        """Has peers asked that may lack messages for which nothing waits; see `Questions`."""
+        since, every = self._checked_at, self.rules.check_seconds
+        if self.agent.graceful_shutdown.asked:  # it may wait for one; most are over before this
+            since, every = max(since, self._ran_at), self.rules.seconds
+        else:
+            self._ran_at = now
+        if now - since >= every:
+            self._checked_at, membership = now, self.agent.membership
+            others = [member for member in membership.living if member != membership.own_id]
+            self.rules.check({member: self.agent.network.sent([member]) for member in others})
 
     def _on_answer(self, message: Message) -> None:
         number, body = self._read(message)
@@ -171,6 +197,27 @@ class InspectionService(Service):
             # answers are unsent.
             if not len(self.agent.outbox):
                 self._send_each_way(message.sender, Kind.TELL, number, told.dump())
+
+    def _on_waiting(self, message: Message) -> None:
+        body = bytes(message.body)
+        with expecting("the numbers of calls"):
+            calls = [call_id for (call_id,) in _CALL.iter_unpack(body[1:])]
+        if body[:1] == _DO_YOU_WAIT:
+            get = self.agent.caller.calls.get
+            ended = [call_id for call_id in calls if get(call_id) is None]
+            self._post_calls(message.sender, _I_DO_NOT, ended)
+            return
+        requests = self.agent.callee.requests
+        for call_id in calls:
+            # Not as a cancellation, which says that the caller has never got an answer: if there is
+            # one, it was sent meanwhile.
+            if requests.get(message.sender, call_id) is not None:
+                requests.cancel(message.sender, call_id)
+
+    def _post_calls(self, member: MemberId, what: bytes, calls: Sequence[int]) -> None:
+        if calls:
+            body = what + b"".join(map(_CALL.pack, calls))
+            self.agent.outbox.post(member, Message(Kind.WAITING, body=body))
 
     def _ask_waits(self, member: MemberId) -> int:
         """Asks a member what waits there, and for what; returns the number of the question."""
