@@ -183,7 +183,7 @@ class Questions:
             self._short.pop((member, way), None)
 
     def check(self, sent: Mapping[MemberId, int]) -> None:
-        """Has peers asked that were sent messages since the last check, whether any are lost.
+        """Notes the peers that were sent messages since the last check: any of these may be lost.
 
         Args:
             sent: how many messages each peer was ever sent.

@@ -148,7 +148,7 @@ class InspectionService(Service):
                 self._send_each_way(member, Kind.ASK, number, dump_question(asked))
 
     def _check(self, now: float) -> None:
-        """Has peers asked that may lack messages for which nothing waits; see `Questions`."""
+        """Notes which peers may lack messages for which nothing waits; see `Questions.check`."""
         since, every = self._checked_at, self.rules.check_seconds
         if self.agent.graceful_shutdown.asked:  # it may wait for one; most are over before this
             since, every = max(since, self._ran_at), self.rules.seconds

@@ -3,8 +3,8 @@
 The sender copies the large buffers of a message into a segment of its own, and the message says
 where. The receiver maps the segment, and its tensors are views of it. When they are freed it
 returns the segment, to be used again: with the next message to the sender, often the answer, or
-else by a message of its own. The sender asks now and then for what it has lent for long: one of
-these messages may be lost. So there is one copy in and none out. What the sender holds in a
+else by a message of its own. Either message may be lost, so the sender asks now and then whether
+the receiver still has the segment. So there is one copy in and none out. What the sender holds in a
 segment is not even copied in, however many peers it is sent to. Tensors on devices are copied from
 there into a segment at once.
 
