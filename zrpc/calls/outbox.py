@@ -128,9 +128,10 @@ class Outbox:
     def post_each_way(self, member: MemberId, first: Callable[[int, int, int], bytes]) -> None:
         """Sends a message behind all others, see `Network.send_each_way`; not for the main thread.
 
-        Nothing happens if the peer or we are gone, or if there is no descriptor or memory left.
+        Nothing happens if the peer or we are gone, if all leave (see `post`), or if there is no
+        descriptor or memory left.
         """
-        if member not in self._membership.lost:
+        if member not in self._membership.lost and not self._shutdown.done:
             with contextlib.suppress(zmq.ZMQError):
                 self._network.send_each_way(member, first)
 

@@ -31,6 +31,8 @@ from tests.support.targets import echo
 from tests.support.waiting import SOON, until
 from zrpc.agent.agent import Agent
 from zrpc.agent.service import Service
+from zrpc.agent.shutdown import Shutdown
+from zrpc.calls.outbox import Outbox
 from zrpc.services.inspection.service import InspectionService
 from zrpc.testing import Mesh, faults
 from zrpc.transport.network import BULK_BYTES
@@ -376,3 +378,19 @@ def test_a_graceful_shutdown_does_not_wait_for_what_a_lost_message_was_to_end(
     lose(caller)
     shutdowns = [caller.submit(rank, zrpc.shutdown, timeout=SOON) for rank in range(2)]
     assert [each.result(SOON) for each in shutdowns] == [None, None]
+
+
+@pytest.mark.parametrize("all_leave", [False, True])
+def test_nothing_is_asked_once_all_leave(mesh: Mesh, all_leave: bool) -> None:
+    """A peer may have left already: then the question would hold up this worker's end."""
+    agent, made = mesh.agent(0), []
+    leaving = Shutdown(agent.membership, lambda *_: None)
+    leaving.done = all_leave
+    outbox = Outbox(agent.network, agent.membership, agent.receiver.in_io_thread, leaving)
+
+    def first_frame(*ways: int) -> bytes:
+        made.append(ways)
+        return Message(Kind.CANCEL, 2**60).first_frame()
+
+    outbox.post_each_way(MemberId(1), first_frame)
+    assert bool(made) is not all_leave
