@@ -70,8 +70,23 @@ def several() -> None:
     assert rpc.wait_all(futures) == [0, 1, 2]
 
 
+def collected() -> None:
+    futures = [rpc.rpc_async(1, echo, (i,)) for i in range(3)]
+    assert rpc.collect_all(futures).wait() == futures
+    assert {future.wait() for future in rpc.as_completed(futures)} == {0, 1, 2}
+
+
 def in_callback() -> None:
     assert rpc.rpc_async(1, echo, (1,)).then(lambda future: future.wait() + 1).wait() == 2
+
+
+def in_callback_beside() -> None:
+    future = rpc.rpc_async(1, echo, (1,))
+    after = future.then(lambda future: future.wait() + 1)
+    try:
+        assert future.wait() == 1
+    finally:  # another thread may wait for it, whatever has happened to this one
+        assert after.wait() == 2
 
 
 def by_remote() -> None:
@@ -134,12 +149,20 @@ def left_stream() -> None:
         assert next(stream) == 0
 
 
+def concurrent_actor() -> None:
+    counter = rpc.remote(1, rpc.actor(Counter, concurrency=2))
+    assert rpc.wait_all([counter.rpc_async().add(0) for _ in range(2)]) == [0, 0]
+    counter.stop()
+
+
 WORK = [
     sync,
     large_tensor,
     by_value,
     several,
+    collected,
     in_callback,
+    in_callback_beside,
     by_remote,
     with_rref,
     cancelled,
@@ -147,6 +170,7 @@ WORK = [
     in_context,
     streamed,
     left_stream,
+    concurrent_actor,
 ]
 # Lack of memory for these is not tested.
 OF_GROUPS = [grouped, shared, grouped_actors]

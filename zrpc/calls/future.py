@@ -30,6 +30,7 @@ from zrpc.runtime.interrupts import (
 )
 from zrpc.runtime.resource_limits import stack_is_full
 from zrpc.runtime.thread_pool import pass_gate
+from zrpc.wire.exceptions import copied
 from zrpc.wire.graph_capture import constant_of, is_tracing
 
 logger = logging.getLogger(__name__)
@@ -183,7 +184,12 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
                     self._calling.complete(functools.partial(self._complete, call))
                 release_interrupts()
                 raise
-            self._complete_here(call, held=True)
+            try:
+                self._complete_here(call, held=True)
+            except BaseException:
+                if call.outcome:  # it has not begun, for lack of memory; other threads may wait too
+                    self._calling.complete(functools.partial(self._complete, call))
+                raise
         pass_gate(self._gate)
         return constant_of(super().wait) if is_tracing() else super().wait()
 
@@ -239,7 +245,7 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
             return False
         # False if another thread completes it at this moment.
         return self._complete_by(
-            self._claim_for_cancel, None, RpcCancelledError("the future was cancelled")
+            self._claim_for_cancel, None, [RpcCancelledError("the future was cancelled")]
         )
 
     def cancelled(self) -> bool:
@@ -258,26 +264,29 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
         """Completes the future with an error, which `wait` and `value` raise; see `set_result`."""
         if not isinstance(result, Exception):
             raise TypeError(f"expected an Exception to set, but got {result!r}")
-        self._complete_by(self._claim_for_program, None, result)
+        self._complete_by(self._claim_for_program, None, [result])
 
     def _complete_by(
-        self, claim: Callable[[], bool], result: Any, error: Exception | None = None
+        self, claim: Callable[[], bool], result: Any, errors: list[BaseException] | None = None
     ) -> bool:
-        """Completes the future if ``claim()``; returns whether it has.
+        """Completes the future if ``claim()``, with the error in a list, or a result.
 
-        Ctrl-C must not come between the two: nobody else can complete the future then.
+        Ctrl-C must not come between the two: nobody else can complete the future then. If it
+        fails, it may be called again.
+
+        Returns:
+            Whether it has completed the future.
         """
         with uninterrupted:
             if not claim():
                 return False
             try:
-                if error is not None:
-                    self._kept = KeptError([error])
-                    self._failed = self._kept.failure.name
-                    self._set_unwrap_func(self._kept.failure.raise_it)
-                self._set(result)
+                if errors:
+                    self._keep_error(errors)
+                else:
+                    self._set(result)
             except BaseException:
-                if not super().done():  # no memory for a frame, for example: it may be tried again
+                if not super().done():  # no memory for a frame, for example
                     self._open = True
                 raise
             return True
@@ -458,5 +467,5 @@ class Future(TorchFuture[T], AsyncioFuture[T]):
                     with uninterrupted:
                         self._calling.complete(functools.partial(self._complete_from, decode))
                 else:
-                    self._fail(Failure(decode, error))
+                    self._fail(Failure(decode, copied(error)))
             raise

@@ -23,6 +23,18 @@ def check_callback(method: str, callback: object) -> None:
         )
 
 
+def call_or_repeat(callback: Callable[[Any], object], future: Any) -> None:
+    """Calls a callback, and once more if it fails: there was no memory for a frame, for example.
+
+    For one that may be called again, and whose result threads may wait for.
+    """
+    try:
+        callback(future)
+    except BaseException:
+        callback(future)
+        raise
+
+
 class Callback:
     """A callback that `zrpc.calls.trampoline` runs once its future is done.
 

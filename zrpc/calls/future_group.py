@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from operator import length_hint
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar, overload
@@ -18,6 +19,7 @@ import torch
 
 from zrpc.calls import trampoline
 from zrpc.calls.future import Future
+from zrpc.calls.future_callback import call_or_repeat
 from zrpc.constants import Seconds
 from zrpc.errors import RpcTimeoutError
 from zrpc.options import checked_timeout
@@ -218,22 +220,18 @@ class _Collection:
     def __init__(self, futures: list[Any]) -> None:
         self.result = _Collected()
         self.result.parts = self._futures = futures
-        self._left = [*futures]  # as many as are not done: to take one out is atomic
+        self._left = {*futures}  # those that are not done: to take one out is atomic
         if not futures:
             self.result.set_result([])
         for future in futures:
-            future.add_done_callback(self._on_done)
+            future.add_done_callback(partial(call_or_repeat, self._on_done))
 
     def _on_done(self, future: Any) -> None:
         errors: list[BaseException] = []
         try:
             future.value()
-            self._left.pop()
+            self._left.discard(future)
         except BaseException as error:  # SystemExit too: a thread may wait for the result
             errors.append(error)
-        if (self._left and not errors) or not self.result._claim():
-            return
-        if errors:
-            self.result._keep_error(errors)
-        else:
-            self.result._set(self._futures)
+        if errors or not self._left:
+            self.result._complete_by(self.result._claim, self._futures, errors)
