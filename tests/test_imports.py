@@ -86,8 +86,8 @@ _SURFACE = {
         failure_detector hooks init_method launched liveness missing_ranks peer_record rendezvous
         secret signed_store store view worker_info""",
     "zrpc.calls": """call_counters call_options callee callees caller cancel_scope codec
-        current_device execution
-        function_names future future_error future_group last_calls main_copies message_hooks
+        current_device execution function_names future future_callback future_error future_group
+        last_calls main_copies message_hooks
         open_telemetry outbox pending_call pending_calls recorder result_sink unmapped""",
     "zrpc.agent": "agent current service shutdown stats",
     "zrpc.services": """actors.service agreement autograd.grad_lock autograd.service

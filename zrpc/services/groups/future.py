@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 from typing_extensions import override
 
 from zrpc.calls.future import Future
+from zrpc.calls.future_callback import call_or_repeat
 from zrpc.errors import GroupError
-from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler, uninterrupted
+from zrpc.runtime.interrupts import raise_if_of_handler
 
 T = TypeVar("T")
 
@@ -29,7 +31,7 @@ class GroupFuture(Future[list[T]]):
         parts: the same.
     """
 
-    __slots__ = ("_left", "_lock", "_names", "_what", "parts")
+    __slots__ = ("_left", "_names", "_what", "parts")
 
     def __init__(
         self, parts: Sequence[Future[T]], names: Sequence[str], what: str = "members of the group"
@@ -38,57 +40,53 @@ class GroupFuture(Future[list[T]]):
         self.parts: tuple[Future[T], ...] = tuple(parts)
         self._names = names
         self._what = what
-        self._lock = UninterruptedLock()  # guards how many parts are not done
-        self._left = len(parts)
+        self._left = {*parts}  # those that are not done: to take one out is atomic
         if not parts:
             self.set_result([])
         for part in parts:
-            part.add_done_callback(self._on_part_done)
+            part.add_done_callback(partial(call_or_repeat, self._on_part_done))
 
-    def _on_part_done(self, _: Any) -> None:
-        with self._lock:
-            self._left -= 1
-            if self._left:
-                return
-        with uninterrupted:  # what a signal handler raises is no member's error
-            self._take_outcomes()
+    def _on_part_done(self, part: Future[T]) -> None:
+        self._left.discard(part)
+        if not self._left:
+            results: list[T] = []
+            errors: list[BaseException] = []
+            self._complete_by(partial(self._collect, results, errors), results, errors)
 
-    def _take_outcomes(self) -> None:
-        """Takes the outcomes of all parts."""
-        results: dict[int, T] = {}
-        errors: list[BaseException] = []
-        try:
-            self._collect(results, errors)
-        except Exception as error:  # no memory, perhaps
-            errors.append(error.with_traceback(None))
-        if self._claim():
-            if errors:
-                self._keep_error(errors)
-            else:
-                self._set([*results.values()])
+    def _collect(self, results: list[T], errors: list[BaseException]) -> bool:
+        """Adds the results of all parts, or an error, if this thread must complete the future.
 
-    def _collect(self, results: dict[int, T], errors: list[BaseException]) -> None:
-        """Adds the results, by place; and the error, if there is one."""
+        Returns:
+            Whether it must.
+        """
+        if not self._claim():
+            return False
+        done: dict[int, T] = {}
         failed: dict[int, Exception] = {}
-        for place, part in enumerate(self.parts):
-            try:
-                results[place] = part.value()
-            except Exception as error:
-                # Neither this frame, nor what this thread handles meanwhile, explains the error.
-                failed[place] = error.with_traceback(None)
-                # The class of an error may refuse attributes, as frozen dataclasses do.
-                BaseException.__setattr__(error, "__suppress_context__", True)
-            except BaseException as error:  # the outcome of a test, say
-                errors.append(error)
-        if failed and not errors:
-            errors.append(GroupError.of(failed, results, self._names, self._what))
+        try:
+            for place, part in enumerate(self.parts):
+                try:
+                    done[place] = part.value()
+                except Exception as error:
+                    # Neither this frame, nor what this thread handles, explains the error.
+                    failed[place] = error.with_traceback(None)
+                    # The class of an error may refuse attributes, as frozen dataclasses do.
+                    BaseException.__setattr__(error, "__suppress_context__", True)
+            if failed:
+                errors.append(GroupError.of(failed, done, self._names, self._what))
+            results.extend(done.values())
+        except BaseException as error:  # the outcome of a test, say, or there is no memory
+            errors.append(error.with_traceback(None))
+        return True
 
     @override
     def _summary(self) -> str:
         state = super()._summary()
         of = f"{len(self.parts)} {self._what}"
         return (
-            f"{of}, {len(self.parts) - self._left} done" if state == "pending" else f"{of}, {state}"
+            f"{of}, {len(self.parts) - len(self._left)} done"
+            if state == "pending"
+            else f"{of}, {state}"
         )
 
     @override

@@ -12,13 +12,15 @@ from typing import Any
 from typing_extensions import override
 
 from zrpc.calls.future import Future
+from zrpc.calls.future_callback import call_or_repeat
 from zrpc.calls.future_error import without_frames
 from zrpc.constants import Seconds
 from zrpc.errors import WorkerDied, was_not_executed
 from zrpc.membership.worker_info import WorkerInfo
-from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler, uninterrupted
+from zrpc.runtime.interrupts import UninterruptedLock, raise_if_of_handler
 from zrpc.services.groups.call import GroupCall, Joining
 from zrpc.services.groups.future import GroupFuture
+from zrpc.wire.exceptions import copied
 
 
 class Sharer(ABC):
@@ -76,16 +78,16 @@ class Sharer(ABC):
             if self._running:
                 return
             self._running = True
-        self._context.copy().run(self._run)
+        try:
+            self._context.copy().run(self._run)
+        except BaseException as error:  # Ctrl-C, or no memory
+            self._running = False
+            self._give_up(error)
+            raise
 
     def _run(self) -> None:
-        try:
-            while (given := self._next()) is not None:
-                self._try_to_give(*given)
-        except BaseException:  # Ctrl-C, in the thread that has made the call
-            with self._lock:
-                self._running = False
-            raise
+        while (given := self._next()) is not None:
+            self._try_to_give(*given)
         self._fail_if_stuck()
 
     def _next(self) -> tuple[int, int, GroupCall] | None:
@@ -127,6 +129,12 @@ class Sharer(ABC):
     @abstractmethod
     def _fail(self, item: int, error: Exception) -> None:
         """Fails an item."""
+
+    def _give_up(self, error: BaseException) -> None:  # noqa: B027
+        """Fails all items that are left, unless the timeouts of their readers do that.
+
+        A step has failed, so members may get none any more.
+        """
 
     def _on_error(self, item: int, place: int, error: Exception) -> None:
         """Fails an item whose member has failed, unless another member gets it."""
@@ -173,7 +181,7 @@ class Sharer(ABC):
             error.executed = False
             self._fail(item, error)
 
-    def finish(self) -> None:
+    def finish(self, _: object = None) -> None:
         """Gives out no more items, and frees what is kept for them."""
         self._call = None  # it has what went to all, and its shared memory
         if self._handle is not None:
@@ -216,6 +224,15 @@ class _CallSharer(Sharer):
 
     def _on_answer(self, item: int, place: int, call: Future[Any]) -> None:
         try:
+            self._take(item, place, call)
+            self.go_on()
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    def _take(self, item: int, place: int, call: Future[Any]) -> None:
+        """Takes the outcome of a member's call."""
+        try:
             value = call.value()
         except Exception as error:
             self._on_error(item, place, error)
@@ -226,14 +243,15 @@ class _CallSharer(Sharer):
             self.note_end(item, None)
             self._take_back(place)
             self.parts[item]._complete_by(self.parts[item]._claim, value)
-        self.go_on()
 
     @override
     def _fail(self, item: int, error: BaseException) -> None:
-        part = self.parts[item]
-        with uninterrupted:  # as `Future` does it
-            if part._claim():
-                part._keep_error([error])
+        self.parts[item]._complete_by(self.parts[item]._claim, None, [error])
+
+    @override
+    def _give_up(self, error: BaseException) -> None:
+        for item in range(len(self.parts)):
+            self._fail(item, copied(error, error.__cause__))
 
 
 def share_out(call: GroupCall) -> GroupFuture[Any]:
@@ -241,7 +259,8 @@ def share_out(call: GroupCall) -> GroupFuture[Any]:
     sharer = _CallSharer(call)
     names = [f"item {number}" for number in range(len(sharer.parts))]
     future = GroupFuture(sharer.parts, names, "items")
-    future.add_done_callback(lambda _: sharer.finish())  # also if it is cancelled: before the parts
+    # Also if it is cancelled: before the parts.
+    future.add_done_callback(partial(call_or_repeat, sharer.finish))
     try:
         sharer.begin(call.joining)
     except BaseException:  # Ctrl-C: nobody gets the future
