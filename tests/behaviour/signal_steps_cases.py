@@ -149,12 +149,6 @@ def left_stream() -> None:
         assert next(stream) == 0
 
 
-def concurrent_actor() -> None:
-    counter = rpc.remote(1, rpc.actor(Counter, concurrency=2))
-    assert rpc.wait_all([counter.rpc_async().add(0) for _ in range(2)]) == [0, 0]
-    counter.stop()
-
-
 WORK = [
     sync,
     large_tensor,
@@ -173,7 +167,6 @@ WORK = [
     grouped,
     shared,
     grouped_actors,
-    concurrent_actor,
 ]
 # By TCP, only the sending and the receiving are different.
 OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
