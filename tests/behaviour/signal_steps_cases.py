@@ -144,6 +144,12 @@ def grouped_actors() -> None:
     counters.stop()
 
 
+def queued() -> None:
+    queue = rpc.remote(1, rpc.Queue)
+    queue.rpc_sync().put("item")
+    assert queue.rpc_sync().get() == "item"
+
+
 def left_stream() -> None:
     with rpc.rpc_stream(1, numbers, (10**9,), prefetch=2) as stream:
         assert next(stream) == 0
@@ -172,7 +178,7 @@ WORK = [
 OVER_TCP = [sync, large_tensor, several, cancelled, without_room]
 each_work = pytest.mark.parametrize(
     ("_mesh", "work"),
-    [*(("auto", work) for work in WORK), *(("tcp", work) for work in OVER_TCP)],
+    [*(("auto", work) for work in [*WORK, queued]), *(("tcp", work) for work in OVER_TCP)],
     indirect=["_mesh"],
 )
 
@@ -182,7 +188,7 @@ def _mesh(request: pytest.FixtureRequest) -> Iterator[Mesh]:
     options = {**_OPTIONS, "transport": request.param}
     with local_mesh(2, timeout=3600, options=options) as mesh:
         with mesh.agent(0).as_current():
-            for work in WORK:  # opens the connections, for example
+            for work in [*WORK, queued]:  # opens the connections, for example
                 work()
         yield mesh
 
@@ -218,7 +224,8 @@ def is_empty(mesh: Mesh) -> bool:
 def settles(mesh: Mesh) -> bool:
     stats = stats_of(mesh)
     in_flight = any(peer.bytes_in_flight for peer in stats.peers.values())
-    return not stats.calls_in_flight and not in_flight
+    idle = all(service.idle() for rank in range(2) for service in mesh.agent(rank).services)
+    return idle and not stats.calls_in_flight and not in_flight
 
 
 @each_work

@@ -123,7 +123,7 @@ class Caller:
         if garbage_collector.running and garbage_collector.interrupts_zrpc():
             return self.call_async(to, kind, obj, timeout, **options).wait()
         call, message = self._pack(to, kind, obj, timeout, waits=True, **options)
-        taken = False
+        taken = held = False
         try:
             try:
                 self._submit(call, message)
@@ -140,9 +140,16 @@ class Caller:
             taken = True
             raise
         finally:
-            if call.taking is not None:
-                with uninterrupted:
-                    call.taking.end(taken)
+            try:
+                if call.taking is not None:
+                    hold_interrupts()
+                    held = True
+            finally:
+                if call.taking is not None:
+                    # Unless a handler has raised just before: then the value is lost with that.
+                    call.taking.end(taken and held)
+                if held:
+                    release_interrupts()
             if call.observation is not None:
                 call.observation.end()
 
