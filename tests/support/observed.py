@@ -25,6 +25,11 @@ def stats_of(mesh: Mesh, rank: int = 0) -> Stats:
         return zrpc.stats()
 
 
+def deferred(mesh: Mesh, rank: int = 1) -> int:
+    """How many requests wait for an outcome that comes later, such as an item of a queue."""
+    return sum(each.scope.deferred for each in mesh.agent(rank).callee.requests.all())
+
+
 def busy(mesh: Mesh, rank: int = 1) -> int:
     """Returns how many calls a worker has not answered."""
     return stats_of(mesh, rank).requests_in_progress
