@@ -121,7 +121,9 @@ class _Shown:
 
 def test_functions_and_classes_of_cells_run_on_workers(cells: dict[str, Any]) -> None:
     """Also redefined ones, and callbacks; and cells may compute while they serve."""
-    assert cells["first"].stdout == "[learner0] working\n"
+    # On a busy machine the worker's output may come when the next cell runs.
+    shown = "".join(cell.stdout for cell in cells.values())
+    assert shown.count("[learner0] working\n") == 1
     for name, result in (
         ("first", "(8, 5, True)"),
         ("redefined", "(('new', 12), ('new', 6))"),
