@@ -134,8 +134,10 @@ def ended_error(awaited: Iterable[int], rank: int, world_size: int) -> Rendezvou
         world_size: as ``rank``.
     """
     ended = set(awaited).intersection(map(int, _note(_ENDED_NOTE).split()))
+    if not ended:
+        return None
     of_launch = launched()
-    if not ended or of_launch.made.get("RANK") != str(rank) or not of_launch.has_size(world_size):
+    if of_launch.made.get("RANK") != str(rank) or not of_launch.has_size(world_size):
         return None
     have = "ranks {} have" if len(ended) > 1 else "rank {} has"
     return RendezvousError(

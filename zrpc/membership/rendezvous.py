@@ -303,18 +303,19 @@ class _Guest(_Worker):
         """Waits for a leader that may be that of this mesh; returns its token."""
 
         def done() -> bool:
-            if token := self._find_leader():
-                found.append(token)
-            elif (error := self._ended([0])) is not None:
-                raise error
-            return bool(token)
+            return bool(self._find_leader())
 
-        found: list[str] = []
-        if not done():
+        def look() -> None:
+            if (error := self._ended([0])) is not None:
+                raise error
+
+        token = self._find_leader()
+        if not token:
             self._attend(NOBODY)
-            if not wait_for(done, self._deadline, longest_pause=self._pause):
+            if not wait_for(done, self._deadline, look, self._timing.look_seconds, self._pause):
                 raise self._too_late()
-        return found[0]
+            token = self._find_leader()
+        return token
 
     def _find_leader(self) -> str:
         if not self._entries.check([_LEADER]):

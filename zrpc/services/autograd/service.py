@@ -98,6 +98,12 @@ class AutogradService(Service, BackwardOfValue):
 
     # -- backward passes -----------------------------------------------------------------
 
+    def loses_gradients(self, roots: Sequence[Any], inputs: Sequence[Any]) -> bool:
+        """Returns whether a pass of torch's own would leave out gradients of some inputs."""
+        own = self.agent.membership.own_id
+        states = [each for each in self.contexts.states() if each.sends and each.receives]
+        return any(is_incomplete(state, own, roots, inputs) for state in states)
+
     def backward(self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool) -> None:
         """Runs a backward pass through all workers; see `zrpc.autograd.backward`."""
         engine.check_roots(roots)
@@ -241,13 +247,11 @@ def _checking_inputs(run: Callable[..., Any]) -> Callable[..., Any]:
     """Lets passes of torch's own for some inputs fail if they would leave out gradients."""
 
     def wrapper(roots: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        inputs = args[3]
-        if inputs and (agent := find_agent()) is not None:
-            own = agent.membership.own_id
-            services = [each for each in agent.services if isinstance(each, AutogradService)]
-            for state in [state for service in services for state in service.contexts.states()]:
-                if state.sends and state.receives and is_incomplete(state, own, roots, inputs):
-                    raise torch_pass_error("torch.autograd.grad or backward(inputs=...)")
+        inputs = args[3] if len(args) > 3 else ()  # another torch may pass them in another way
+        agent = find_agent() if inputs else None
+        for service in agent.services if agent is not None else ():
+            if isinstance(service, AutogradService) and service.loses_gradients(roots, inputs):
+                raise torch_pass_error("torch.autograd.grad or backward(inputs=...)")
         return run(roots, *args, **kwargs)
 
     return wrapper

@@ -69,7 +69,10 @@ def _edge(tensor: Any) -> _Edge:
 
 
 def _ends(edges: Iterable[_Edge]) -> Iterator[_Edge]:
-    """Yields the received tensors and the leaves that lead to others, as edges."""
+    """Yields the received tensors and the leaves that lead to others, as edges.
+
+    Not by the tracer of a context: it would keep the nodes of all graphs that it has seen.
+    """
     ahead, seen = list(edges), set[_Edge]()
     while ahead:
         edge = ahead.pop()
